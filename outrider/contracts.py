@@ -1,0 +1,227 @@
+"""The protocols and small records that the rooms of Outrider share.
+
+Shapes: S tokens of a forward, R rows whose logits were asked for, V vocabulary, D hidden size,
+n proposed tokens. Everything is batch 1. Nothing here imports more than numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import UsageError
+
+__all__ = [
+    "Drafter",
+    "Float32Array",
+    "Graph",
+    "IntArray",
+    "LogitsRequest",
+    "Output",
+    "Plan",
+    "Proposal",
+    "Sampling",
+    "TopK",
+    "TopRows",
+]
+
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+Float32Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Ask a graph for the n largest logits of every row instead of the whole row."""
+
+    n: int
+
+
+@dataclass(frozen=True)
+class TopRows:
+    """The largest logits of some rows; ties are ordered by the lower id first."""
+
+    ids: IntArray  # [R, n]
+    values: Float32Array  # [R, n]
+    logsumexp: Float32Array  # [R], over the whole vocabulary
+
+
+LogitsRequest = Literal["all", "last", "none"] | Sequence[int] | TopK
+"""Which rows of a forward need logits: all S, the last, none, chosen row indices, or all as `TopK`."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a forward returned. `logits` may be a view that the next forward overwrites."""
+
+    logits: Float32Array | TopRows | None  # [R, V]
+    hidden: Mapping[int, Float32Array] = field(default_factory=dict)  # layer -> [S, D]
+
+
+@runtime_checkable
+class Graph(Protocol):
+    """One model with its KV cache on one unit.
+
+    `forward` runs S tokens after the committed prefix and never moves `length`. `commit(rows)` keeps the
+    KV rows with these indices of the last forward, in this order, and moves `length` by their number;
+    rows that are not committed are dropped by the next forward. `truncate(length)` forgets a tail.
+    """
+
+    vocab_size: int
+    max_context: int
+    widths: tuple[int, ...] | None  # the S that are compiled; None = any
+    hidden_layers: tuple[int, ...]  # layers that can be asked for in `hidden`
+
+    @property
+    def length(self) -> int:
+        """Tokens committed to the KV cache."""
+        ...
+
+    def forward(
+        self,
+        tokens: Sequence[int] | IntArray,  # [S]
+        positions: IntArray | None = None,  # [S]; None = length, length+1, ...
+        mask: BoolArray | None = None,  # [S, S] ancestor-or-self; None = causal
+        logits: LogitsRequest = "all",
+        hidden: tuple[int, ...] = (),
+        features: Float32Array | None = None,  # [S, F], for heads that read the target's hidden states
+    ) -> Output:
+        """Run S tokens. Raises ValueError when S exceeds the largest width, ContextError past max_context."""
+        ...
+
+    def commit(self, rows: Sequence[int] | IntArray) -> None:
+        """Keep these rows of the last forward, in this order."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forget everything from position `length` on."""
+        ...
+
+    def close(self) -> None:
+        """Free the graph; closing twice is allowed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target's next token is chosen; the drafter may read it to raise acceptance.
+
+    `temperature` 0 is greedy (over the *processed* logits: penalties and bias count). `top_k` 0, `top_p` 1
+    and `min_p` 0 are off. Order of processing: bias and bans, repetition/presence/frequency penalty,
+    temperature, top-k, top-p, min-p. `mode` names the lossless acceptance rule: `match` samples the
+    target and accepts while the draft equals it (a seed gives the same text with and without a draft),
+    `reject` is rejection sampling (higher acceptance, same distribution).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    banned_tokens: tuple[int, ...] = ()
+    seed: int = 0
+    mode: Literal["match", "reject"] = "match"
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range, naming the option and the value seen."""
+        bounds = {
+            "temperature": (self.temperature, 0.0, float("inf")),
+            "top_k": (self.top_k, 0, float("inf")),
+            "top_p": (self.top_p, 1e-9, 1.0),
+            "min_p": (self.min_p, 0.0, 1.0),
+            "repetition_penalty": (self.repetition_penalty, 1e-6, float("inf")),
+            "presence_penalty": (self.presence_penalty, -float("inf"), float("inf")),
+            "frequency_penalty": (self.frequency_penalty, -float("inf"), float("inf")),
+            "seed": (self.seed, 0, 2**64 - 1),
+        }
+        for name, (value, low, high) in bounds.items():
+            if not low <= value <= high or value == float("inf"):
+                raise UsageError(f"{name} is {value}; it must be finite and between {low} and {high}")
+        if self.mode not in ("match", "reject"):
+            raise UsageError(f"mode is {self.mode!r}; known modes: match, reject")
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens; a chain when parents are -1, 0, 1, ..., else a tree (parents before children).
+
+    `q[i]` is exactly the distribution that token i was drawn from, over `vocab_ids` where given, else over
+    0..V'-1; None means one-hot (a deterministic draft).
+    """
+
+    tokens: IntArray  # [n]
+    parents: IntArray  # [n], -1 = child of the last committed token
+    q: Float32Array | None = None  # [n, V'] or None = one-hot
+    vocab_ids: IntArray | None = None  # [V'] ids of q's columns, ascending
+    rule: Literal["iid", "without_replacement", "deterministic"] = "deterministic"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """True when every token follows the one before it."""
+        return bool(np.array_equal(self.parents, np.arange(-1, len(self.tokens) - 1)))
+
+
+class Drafter(Protocol):
+    """Anything that proposes tokens. It must keep its own state consistent with `context`."""
+
+    name: str
+
+    def propose(
+        self, context: Sequence[int], k: int, sampling: Sampling, rng: np.random.Generator
+    ) -> Proposal:
+        """Propose at most k tokens to follow `context` (an append-only view; do not copy it)."""
+        ...
+
+    def observe(self, committed: Sequence[int], output: Output | None, rows: Sequence[int]) -> None:
+        """Learn what a round committed: the tokens, the verify output, and the rows of the accepted path."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all context (a new conversation)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the next round does. No plan changes the text."""
+
+    drafter: str | None
+    k: int
+    mode: Literal["none", "serial", "overlapped"] = "serial"
+    node_budget: int | None = None
+    placement: Mapping[str, str] = field(default_factory=dict)
+    pace_s: float = 0.0
+    draft_loaded: bool = True
+    reason: str = ""
+
+
+def as_json(record: Any) -> Any:
+    """Turn a record of dataclasses, numpy scalars and arrays into what `json` can write."""
+    from dataclasses import fields, is_dataclass
+
+    if is_dataclass(record) and not isinstance(record, type):
+        return {f.name: as_json(getattr(record, f.name)) for f in fields(record)}
+    if isinstance(record, Mapping):
+        return {str(key): as_json(value) for key, value in record.items()}
+    if isinstance(record, np.ndarray):
+        return record.tolist()
+    if isinstance(record, np.generic):
+        return record.item()
+    if isinstance(record, list | tuple):
+        return [as_json(item) for item in record]
+    return record
