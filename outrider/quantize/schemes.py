@@ -35,7 +35,7 @@ class BlockInt:
 
     `method`: `rtn` round to nearest, `mse` a per-block search of the scale, `hqq` half-quadratic
     quantization (Badri & Shaji 2023), `gptq` error compensation from calibration data (Frantar et al. 2022).
-    `accuracy_level` 4 quantizes activations per row and block to int8 inside the kernel, 1 computes in float32.
+    `accuracy_level` 4 quantizes activations per row and block to int8 inside the kernel, 1 keeps float32.
     """
 
     bits: Literal[4, 8] = 4
@@ -98,8 +98,9 @@ class PackedMatrix:
 
     For `BlockInt`: `codes` uint8 [N, blocks, block*bits/8] (low nibble first), `scales` float32 [N, blocks],
     `zero_points` uint8 ([N, blocks] for 8 bits, [N, ceil(blocks/2)] for 4, low nibble first) or None for
-    the middle value 2**(bits-1). For `Float`: `codes` [N, K]. For `DynamicInt8`: `codes` int8 [N, K],
-    `scales` [N]. `correction` float32 [N, blocks], if any, is added exactly: y += block_sums(x) @ correction.T
+    the middle value. For `Float`: `codes` [N, K]. For `DynamicInt8`: `codes` int8 [N, K],
+    `scales` [N]. `correction` float32 [N, blocks], if any, is added exactly:
+    y += block_sums(x) @ correction.T
     """
 
     scheme: Scheme
