@@ -1,0 +1,32 @@
+# `make demo` and `make test` do all their own set-up: a virtual environment in .venv, reused by later runs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint bench clean
+
+demo: $(STAMP)
+	$(BIN)/outrider demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Peers (llama.cpp, onnxruntime-genai) are installed here, never by the product.
+bench: $(STAMP)
+	$(BIN)/pip install -q xllamacpp onnxruntime-genai
+	$(BIN)/python -m benchmarks.speed
+
+clean:
+	rm -rf $(VENV)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -U pip
+	$(BIN)/python -m pip install -q -e '.[export,dev]'
+	touch $@
