@@ -1,0 +1,250 @@
+"""Measure a pipeline the way users of llama-bench expect, with the plain row of the same run beside every other.
+
+Prompts run one after another; for each, every setting is measured in turn (paired and interleaved), so that a
+machine that slows down slows all of them. Speed-ups are medians over prompts of the ratio to the plain run.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from outrider.errors import UsageError
+
+if TYPE_CHECKING:
+    from outrider.contracts import Sampling
+    from outrider.runtime.pipeline import Pipeline, Result
+
+__all__ = ["BenchRow", "Prompt", "bench", "format_rows", "load_prompts"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One benchmark prompt: the user's turns, or a raw text to continue."""
+
+    category: str
+    turns: tuple[str, ...]
+    raw: bool = False  # continue the text as it is, without a chat template
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One line of the table; speeds are decode tokens per second, `None` = not measured."""
+
+    test: str
+    category: str
+    drafter: str | None
+    k: str
+    n: int
+    acceptance: float | None
+    tokens_per_round: float | None
+    tokens_per_s: float
+    tokens_per_s_sd: float
+    speedup: float | None
+    energy_j_per_token: float | None = None
+    identical_text: bool | None = None  # the same tokens as the plain run of the same prompts
+    near_ties: int = 0
+
+
+def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+    """Read JSON lines of `{"turns": [...]}` or `{"prompt": ...}`; `limit` keeps the first of each category."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the prompt file {path}: {error}") from error
+    prompts = [_parse(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise UsageError(f"{path} holds no prompts; expected JSON lines with 'turns' or 'prompt'")
+    return prompts if limit is None else _first_of_each(prompts, limit)
+
+
+def _parse(line: str, path: Path, number: int) -> Prompt:
+    try:
+        record = json.loads(line)
+        category = str(record.get("category", path.stem))
+        if "turns" in record:
+            return Prompt(category, tuple(str(turn) for turn in record["turns"]))
+        return Prompt(category, (str(record["prompt"]),), raw=True)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UsageError(f"{path}:{number}: not a JSON object with 'turns' or 'prompt' ({error})") from error
+
+
+def _first_of_each(prompts: Iterable[Prompt], limit: int) -> list[Prompt]:
+    seen: dict[str, int] = {}
+    kept = []
+    for prompt in prompts:
+        seen[prompt.category] = seen.get(prompt.category, 0) + 1
+        if seen[prompt.category] <= limit:
+            kept.append(prompt)
+    return kept
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to decode: a drafter's name (None = plain) and k."""
+
+    drafter: str | None
+    k: int | Literal["auto"]
+
+    @property
+    def label(self) -> str:
+        """The name of the row."""
+        return "plain" if self.drafter is None else f"{self.drafter} k={self.k}"
+
+
+@dataclass
+class _Samples:
+    rates: list[float]
+    ratios: list[float]
+    evaluated: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    tokens: int = 0
+    near_ties: int = 0
+    identical: bool = True
+
+
+def bench(
+    pipeline: Pipeline,
+    prompts: Sequence[Prompt],
+    settings: Sequence[Setting],
+    *,
+    max_tokens: int = 128,
+    repeats: int = 1,
+    sampling: Sampling | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[BenchRow]:
+    """Decode every prompt under every setting, plain first, and return one row a setting and category."""
+    plan = [Setting(None, 0), *(s for s in settings if s.drafter is not None)]
+    samples: dict[tuple[str, Setting], _Samples] = {}
+    for done, (prompt, repeat) in enumerate([(p, r) for p in prompts for r in range(repeats)]):
+        plain: Result | None = None
+        order = plan if repeat % 2 == 0 else [plan[0], *reversed(plan[1:])]
+        for setting in order:
+            result = _run(pipeline, prompt, setting, max_tokens, sampling)
+            plain = plain or result
+            cell = samples.setdefault((prompt.category, setting), _Samples([], []))
+            _record(cell, result, plain)
+        if progress:
+            progress(done + 1, len(prompts) * repeats)
+    return _rows(samples, plan)
+
+
+def _run(
+    pipeline: Pipeline, prompt: Prompt, setting: Setting, max_tokens: int, sampling: Sampling | None
+) -> Result:
+    pipeline.reset()
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "sampling": sampling,
+        "k": setting.k,
+        "drafter": setting.drafter or "auto",
+    }
+    if prompt.raw:
+        return pipeline.generate(prompt.turns[0], **options)
+    return pipeline.chat([{"role": "user", "content": prompt.turns[0]}], **options)
+
+
+def _record(cell: _Samples, result: Result, plain: Result) -> None:
+    stats = result.stats
+    rate = stats.decode_tokens_per_s
+    if rate is None:
+        return
+    cell.rates.append(rate)
+    if plain.stats.decode_tokens_per_s:
+        cell.ratios.append(rate / plain.stats.decode_tokens_per_s)
+    cell.evaluated += stats.evaluated
+    cell.accepted += stats.accepted
+    cell.rounds += stats.rounds
+    cell.tokens += len(result.tokens)
+    cell.near_ties += stats.near_ties
+    cell.identical &= list(result.tokens) == list(plain.tokens)
+
+
+def _rows(samples: dict[tuple[str, Setting], _Samples], plan: Sequence[Setting]) -> list[BenchRow]:
+    categories = list(dict.fromkeys(category for category, _ in samples))
+    rows = [_row(c, s, samples[c, s]) for c in categories for s in plan if samples[c, s].rates]
+    if len(categories) > 1:
+        rows += [_row("all", s, _pool([samples[c, s] for c in categories])) for s in plan]
+    return rows
+
+
+def _pool(cells: Sequence[_Samples]) -> _Samples:
+    total = _Samples([], [])
+    for cell in cells:
+        total.rates += cell.rates
+        total.ratios += cell.ratios
+        total.identical &= cell.identical
+        for name in ("evaluated", "accepted", "rounds", "tokens", "near_ties"):
+            setattr(total, name, getattr(total, name) + getattr(cell, name))
+    return total
+
+
+def _row(category: str, setting: Setting, cell: _Samples) -> BenchRow:
+    plain = setting.drafter is None
+    return BenchRow(
+        test="tg plain" if plain else "tg spec",
+        category=category,
+        drafter=setting.drafter,
+        k=str(setting.k),
+        n=len(cell.rates),
+        acceptance=cell.accepted / cell.evaluated if cell.evaluated else None,
+        tokens_per_round=cell.tokens / cell.rounds if cell.rounds else None,
+        tokens_per_s=statistics.fmean(cell.rates),
+        tokens_per_s_sd=statistics.stdev(cell.rates) if len(cell.rates) > 1 else 0.0,
+        speedup=1.0 if plain else statistics.median(cell.ratios) if cell.ratios else None,
+        identical_text=None if plain else cell.identical,
+        near_ties=cell.near_ties,
+    )
+
+
+def format_rows(rows: Sequence[BenchRow], style: Literal["md", "csv", "json"]) -> str:
+    """The rows as a Markdown table, CSV or JSON."""
+    names = [f.name for f in fields(BenchRow)]
+    records = [{name: getattr(row, name) for name in names} for row in rows]
+    if style == "json":
+        return json.dumps(records, indent=2)
+    if style == "csv":
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+        return buffer.getvalue().rstrip("\n")
+    return _markdown(rows)
+
+
+def _markdown(rows: Sequence[BenchRow]) -> str:
+    head = ["test", "category", "drafter", "k", "n", "acceptance", "tok/round", "tok/s", "speed-up", "same text"]
+    body = [
+        [
+            row.test,
+            row.category,
+            row.drafter or "-",
+            row.k,
+            str(row.n),
+            "-" if row.acceptance is None else f"{row.acceptance:.2f}",
+            "-" if row.tokens_per_round is None else f"{row.tokens_per_round:.2f}",
+            f"{row.tokens_per_s:.1f} ± {row.tokens_per_s_sd:.1f}",
+            "-" if row.speedup is None else f"{row.speedup:.2f}",
+            _same_text(row),
+        ]
+        for row in rows
+    ]
+    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)) + " |" for r in [head, *body]]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _same_text(row: BenchRow) -> str:
+    if row.identical_text is None:
+        return "-"
+    if row.identical_text:
+        return "yes"
+    return f"near-tie ({row.near_ties})" if row.near_ties else "NO"
