@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 
 from outrider.errors import UsageError
 
-__all__ = ["BlockInt", "DynamicInt8", "Float", "PackedMatrix", "RawBlocks", "Recipe", "Scheme"]
+__all__ = [
+    "AnyScheme",
+    "BlockInt",
+    "Carry",
+    "DynamicInt8",
+    "Float",
+    "PackedMatrix",
+    "RawBlocks",
+    "Recipe",
+    "Scheme",
+]
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 METHODS = ("rtn", "mse", "hqq", "gptq")
@@ -66,16 +76,37 @@ Scheme = Float | BlockInt | DynamicInt8
 
 
 @dataclass(frozen=True)
+class Carry:
+    """Follow the source's own blocks where it has some; `otherwise` is the scheme of float sources.
+
+    Blocks without a minimum (Q4_0, Q5_0, Q8_0, Q6_K) are always carried exactly. For blocks with one (Q4_1,
+    Q5_1, Q4_K, Q5_K) `minimum` chooses: `correction` is exact and adds a small matrix over block sums,
+    `round` takes 8-bit blocks with a rounded zero point (error about 1/60 of the source's own step).
+    """
+
+    otherwise: BlockInt = field(default_factory=lambda: BlockInt(bits=8, block=32))
+    minimum: Literal["correction", "round"] = "correction"
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown way."""
+        if self.minimum not in ("correction", "round"):
+            raise UsageError(f"minimum is {self.minimum!r}; known ways: correction, round")
+
+
+AnyScheme = Scheme | Carry
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A scheme for every slot: `overrides` (glob pattern, scheme), first match wins, before the defaults."""
 
     name: str
-    linear: Scheme
-    head: Scheme
-    embedding: Scheme
-    overrides: tuple[tuple[str, Scheme], ...] = ()
+    linear: AnyScheme
+    head: AnyScheme
+    embedding: AnyScheme
+    overrides: tuple[tuple[str, AnyScheme], ...] = ()
 
-    def scheme_for(self, slot: str) -> Scheme:
+    def scheme_for(self, slot: str) -> AnyScheme:
         """The scheme of one slot."""
         for pattern, scheme in self.overrides:
             if fnmatchcase(slot, pattern):

@@ -1,0 +1,207 @@
+"""Named recipes, the text form of schemes, overrides by pattern, and the JSON form of a recipe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any, Literal, cast
+
+from outrider.errors import UsageError
+from outrider.quantize.schemes import (
+    BLOCK_SIZES,
+    METHODS,
+    AnyScheme,
+    BlockInt,
+    Carry,
+    DynamicInt8,
+    Float,
+    Recipe,
+)
+
+__all__ = [
+    "RECIPES",
+    "check_role",
+    "format_scheme",
+    "get_recipe",
+    "parse_overrides",
+    "parse_scheme",
+    "recipe_from_json",
+    "recipe_to_json",
+    "with_overrides",
+]
+
+Overrides = tuple[tuple[str, AnyScheme], ...]
+
+INT8 = BlockInt(8, 128)
+EMBEDDING = BlockInt(8, 32)  # read one row a token: bytes do not matter, accuracy does
+
+
+def _uniform(name: str, linear: AnyScheme, head: AnyScheme = INT8, overrides: Overrides = ()) -> Recipe:
+    return Recipe(name, linear, head, EMBEDDING, overrides)
+
+
+def _float(name: str, scheme: Float) -> Recipe:
+    return Recipe(name, scheme, scheme, scheme)
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        _float("fp32", Float()),
+        _float("fp16", Float("float16")),
+        _uniform("int8", INT8),
+        _uniform("int8-b128", INT8),
+        _uniform("int8-b32", BlockInt(8, 32), BlockInt(8, 32)),
+        _uniform("int8-dynamic", DynamicInt8()),
+        _uniform("int4", BlockInt(4, 64, method="mse")),
+        _uniform("int4-b32", BlockInt(4, 32, method="mse")),
+        _uniform("int4-b64", BlockInt(4, 64, method="mse")),
+        _uniform("int4-b128", BlockInt(4, 128, method="mse")),
+        _uniform("int4-hqq", BlockInt(4, 64, symmetric=False, method="hqq")),
+        _uniform("int4-gptq", BlockInt(4, 64, method="gptq")),
+        Recipe("carry", Carry(), Carry(), Carry(EMBEDDING)),
+    )
+}
+"""Every named recipe."""
+
+
+def get_recipe(name: str) -> Recipe:
+    """The recipe of this name. Raises UsageError that lists the known names and the nearest one."""
+    if name in RECIPES:
+        return RECIPES[name]
+    near = get_close_matches(name, RECIPES, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise UsageError(f"unknown precision {name!r}; known: {', '.join(RECIPES)}.{hint}")
+
+
+def with_overrides(recipe: Recipe, overrides: Overrides) -> Recipe:
+    """The recipe with more overrides, which win over its own."""
+    return replace(recipe, overrides=(*overrides, *recipe.overrides)) if overrides else recipe
+
+
+def check_role(recipe: Recipe, role: str) -> None:
+    """Refuse per-tensor activation scales in a target, whose rows must not depend on each other."""
+    schemes = [recipe.linear, recipe.head, recipe.embedding, *(scheme for _, scheme in recipe.overrides)]
+    if role == "target" and any(isinstance(scheme, DynamicInt8) for scheme in schemes):
+        raise UsageError(
+            f"recipe {recipe.name!r} quantizes activations with one scale per forward (int8-dynamic), "
+            "which lets rows of a verify change each other: it is for drafts only. Choose int8 for the target"
+        )
+
+
+def parse_scheme(text: str) -> AnyScheme:
+    """The scheme that a text names.
+
+    `fp32`, `fp16`, `int8-dynamic`, `carry`, `carry-round`, or `int4` / `int8` with any of `-b<block>`,
+    `-<method>`, `-asym` and `-level<accuracy level>` after it, as in `int4-b64-hqq-asym`.
+    """
+    if text in _FIXED:
+        return _FIXED[text]
+    match = re.fullmatch(r"int([48])((?:-[a-z0-9]+)*)", text)
+    if match is None:
+        known = f"{', '.join(_FIXED)}, int4..., int8..."
+        raise UsageError(f"unknown scheme {text!r}; known: {known}, for example int4-b64-hqq-asym")
+    bits = cast(Literal[4, 8], int(match[1]))
+    scheme = BlockInt(bits, 32 if bits == 4 else 128)
+    for part in match[2].split("-")[1:]:
+        scheme = _with_part(scheme, part, text)
+    return scheme
+
+
+def _with_part(scheme: BlockInt, part: str, text: str) -> BlockInt:
+    if part in METHODS:
+        return replace(scheme, method=cast(Literal["rtn", "mse", "hqq", "gptq"], part))
+    if part == "asym":
+        return replace(scheme, symmetric=False)
+    if part[0] == "b" and part[1:].isdigit():
+        return replace(scheme, block=int(part[1:]))
+    if part.startswith("level") and part[5:].isdigit():
+        return replace(scheme, accuracy_level=int(part[5:]))
+    raise UsageError(
+        f"unknown part {part!r} of scheme {text!r}; known: asym, level<0..4>, {', '.join(METHODS)}, "
+        + ", ".join(f"b{block}" for block in BLOCK_SIZES)
+    )
+
+
+def format_scheme(scheme: AnyScheme) -> str:
+    """The text that `parse_scheme` reads back (a `Carry` keeps only its way of taking minima)."""
+    for text, fixed in _FIXED.items():
+        if scheme == fixed:
+            return text
+    if isinstance(scheme, Carry):
+        return "carry" if scheme.minimum == "correction" else "carry-round"
+    if not isinstance(scheme, BlockInt):
+        raise UsageError(f"scheme {scheme!r} has no name")
+    method = "" if scheme.method == "rtn" else f"-{scheme.method}"
+    asym = "" if scheme.symmetric else "-asym"
+    level = "" if scheme.accuracy_level == 4 else f"-level{scheme.accuracy_level}"
+    return f"int{scheme.bits}-b{scheme.block}{method}{asym}{level}"
+
+
+_FIXED: dict[str, AnyScheme] = {
+    "fp32": Float(),
+    "fp16": Float("float16"),
+    "int8-dynamic": DynamicInt8(),
+    "carry": Carry(),
+    "carry-round": Carry(minimum="round"),
+}
+
+
+def parse_overrides(text: str) -> Overrides:
+    """Overrides from `pattern=scheme,pattern=scheme`, as in `layers.*.down=int8-b128,head=fp16`."""
+    pairs = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        pattern, equals, scheme = item.partition("=")
+        if not equals or not pattern.strip():
+            raise UsageError(f"override {item!r} is not pattern=scheme, as in layers.*.down=int8-b128")
+        pairs.append((pattern.strip(), parse_scheme(scheme.strip())))
+    return tuple(pairs)
+
+
+def recipe_to_json(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain JSON values."""
+    return {
+        "name": recipe.name,
+        "linear": _scheme_to_json(recipe.linear),
+        "head": _scheme_to_json(recipe.head),
+        "embedding": _scheme_to_json(recipe.embedding),
+        "overrides": [[pattern, _scheme_to_json(scheme)] for pattern, scheme in recipe.overrides],
+    }
+
+
+def recipe_from_json(value: Mapping[str, Any]) -> Recipe:
+    """The recipe that `recipe_to_json` wrote. Raises UsageError when a field is missing or unknown."""
+    try:
+        linear, head, embedding = (_scheme_from_json(value[key]) for key in ("linear", "head", "embedding"))
+        overrides = tuple((str(pattern), _scheme_from_json(scheme)) for pattern, scheme in value["overrides"])
+        return Recipe(str(value["name"]), linear, head, embedding, overrides)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise UsageError(f"this is not a recipe: {problem}") from problem
+
+
+_KINDS: dict[str, type[AnyScheme]] = {
+    "float": Float,
+    "block_int": BlockInt,
+    "dynamic_int8": DynamicInt8,
+    "carry": Carry,
+}
+
+
+def _scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:
+    kind = next(name for name, known in _KINDS.items() if isinstance(scheme, known))
+    fields = {key: getattr(scheme, key) for key in scheme.__dataclass_fields__}
+    if isinstance(scheme, Carry):
+        fields["otherwise"] = _scheme_to_json(scheme.otherwise)
+    return {"kind": kind, **fields}
+
+
+def _scheme_from_json(value: Mapping[str, Any]) -> AnyScheme:
+    fields = dict(value)
+    kind = fields.pop("kind")
+    if kind not in _KINDS:
+        raise UsageError(f"unknown kind of scheme {kind!r}; known: {', '.join(_KINDS)}")
+    if "otherwise" in fields:
+        fields["otherwise"] = _scheme_from_json(fields["otherwise"])
+    return _KINDS[kind](**fields)
