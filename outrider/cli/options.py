@@ -1,0 +1,147 @@
+"""Options and printing that several commands share."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from outrider.contracts import as_json
+from outrider.errors import UsageError
+
+if TYPE_CHECKING:
+    from outrider.contracts import Sampling
+    from outrider.runtime.pipeline import Pipeline
+
+__all__ = [
+    "ProgressBar",
+    "bundle_argument",
+    "decoding_options",
+    "json_option",
+    "loading_options",
+    "open_pipeline",
+    "parse_k",
+    "print_json",
+    "sampling_from",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
+json_option = click.option("--json", "as_json_text", is_flag=True, help="Print JSON instead of text.")
+
+_LOADING = [
+    click.option("--threads", type=click.IntRange(min=1), help="Threads of a graph; default: the cores here."),
+    click.option(
+        "--target-provider", multiple=True, help="ONNX Runtime execution provider of the target, in order."
+    ),
+    click.option(
+        "--draft-provider", multiple=True, help="ONNX Runtime execution provider of the draft, in order."
+    ),
+    click.option("--no-draft", is_flag=True, help="Do not load the bundle's draft; lookup still drafts."),
+    click.option("--verify", type=click.Choice(["size", "full"]), default="size", help="What load checks."),
+]
+
+_DECODING = [
+    click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=256, show_default=True),
+    click.option(
+        "--num-draft-tokens", "--k", "k", default="auto", show_default=True, help="Draft length, or auto."
+    ),
+    click.option("--drafter", default="auto", show_default=True, help="auto, model, lookup or none."),
+    click.option("--temp", "temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--top-k", type=int, default=0, help="0 is off."),
+    click.option("--top-p", type=float, default=1.0, help="1 is off."),
+    click.option("--min-p", type=float, default=0.0, help="0 is off."),
+    click.option("--repetition-penalty", type=float, default=1.0, help="1 is off."),
+    click.option("--seed", type=int, default=0, show_default=True),
+    click.option(
+        "--mode",
+        type=click.Choice(["match", "reject"]),
+        default="match",
+        show_default=True,
+        help="Lossless acceptance rule: match gives the same seeded text with and without a draft.",
+    ),
+    click.option("--stop", multiple=True, help="Stop at this text; may be given several times."),
+    click.option("--trace", type=click.Path(path_type=Path), help="Write the golden decode trace here."),
+]
+
+
+def _apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+loading_options = _apply(_LOADING)
+decoding_options = _apply(_DECODING)
+
+
+def open_pipeline(bundle: Path, options: dict[str, Any]) -> Pipeline:
+    """Load a bundle with the shared loading options, which are taken out of `options`."""
+    import outrider
+
+    return outrider.load(
+        bundle,
+        threads=options.pop("threads"),
+        target_providers=options.pop("target_provider") or None,
+        draft_providers=options.pop("draft_provider") or None,
+        draft=not options.pop("no_draft"),
+        verify=options.pop("verify"),
+    )
+
+
+def sampling_from(options: dict[str, Any]) -> Sampling:
+    """A `Sampling` from the shared decoding options, which are taken out of `options`."""
+    from outrider.contracts import Sampling
+
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "mode")
+    return Sampling(**{name: options.pop(name) for name in names})
+
+
+def parse_k(text: str) -> int | str:
+    """`auto` or a whole number from 0."""
+    if text == "auto":
+        return text
+    if text.isdigit():
+        return int(text)
+    raise UsageError(f"k is {text!r}; expected auto or a whole number from 0")
+
+
+def print_json(record: Any) -> None:
+    """Print a record as JSON."""
+    click.echo(json.dumps(as_json(record), indent=2, ensure_ascii=False))
+
+
+class ProgressBar:
+    """A progress bar on standard error, where that is a terminal; else one line a stage."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._bar: Any = None
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        """Show that `stage` is `fraction` (0..1) done."""
+        if stage != self._stage:
+            self.close()
+            self._stage = stage
+            if not sys.stderr.isatty():
+                click.echo(f"  {stage} ...", err=True)
+                return
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=100, desc=stage, file=sys.stderr, leave=False, bar_format="{l_bar}{bar}|")
+        if self._bar is not None:
+            self._bar.update(max(0.0, 100 * fraction - self._bar.n))
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
