@@ -1,0 +1,386 @@
+"""How far to ride ahead: the one place that chooses drafter and draft length.
+
+`choose` is pure: from measured costs and acceptance it takes the plan with the most expected committed
+tokens per second, k = 0 (plain decoding) among them. With conditional acceptance a_j at draft position j,
+a round of k drafts commits 1 + Σ_{i<=k} Π_{j<=i} a_j tokens (Leviathan et al., arXiv 2211.17192, section
+3.1, without its assumption of one acceptance for all positions) and takes k draft steps and one verify
+forward of width k + 1, whose cost is measured by width and never assumed flat.
+
+`Planner` keeps the estimates: costs as moving averages, acceptance as decayed counts by drafter, kind of
+proposal and position. It also keeps an account of what each drafter has lost against plain decoding. A
+debt heals by one percent of the time that passes; a drafter in debt beyond a few plain steps may not
+draft, and probes are paid from the same account, so that a wrong estimate can cost little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+from outrider.contracts import Plan
+from outrider.errors import UsageError
+
+__all__ = [
+    "Acceptance",
+    "Costs",
+    "Limits",
+    "Objective",
+    "Observation",
+    "Planner",
+    "choose",
+    "expected_tokens",
+    "verify_time",
+]
+
+_PRIOR_SLOPE = 0.25  # a verify token more, as a share of a plain step, until widths are measured
+_PRIOR_DRAFT = 0.25  # a draft step, as a share of a plain step, until it is measured
+_CATCH_UP_SHARE = 0.2  # a token of a draft's catch-up, as a share of its draft step, until measured
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured seconds: a verify forward by width, a draft step by drafter, the rest of a round."""
+
+    verify_s: Mapping[int, float]
+    draft_s: Mapping[str, float] = field(default_factory=dict)
+    overhead_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Conditional acceptance by drafter: entry j is P(draft j accepted | those before it were)."""
+
+    conditional: Mapping[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What to maximise. `margin`: speculation must promise this multiple of plain decoding's rate."""
+
+    kind: Literal["throughput"] = "throughput"
+    margin: float = 1.02
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown kind."""
+        if self.kind != "throughput":
+            raise UsageError(f"objective {self.kind!r} is not known; known: throughput")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may do: the largest k, the compiled widths (None: any), drafters that must catch up.
+
+    `catch_up_s` is what a drafter must spend before its first token, to be earned back within `horizon`
+    tokens. `plain_allowed` False asks for the best plan that drafts (a probe).
+    """
+
+    k_max: int
+    widths: tuple[int, ...] | None = None
+    catch_up_s: Mapping[str, float] = field(default_factory=dict)
+    horizon: int = 128
+    plain_allowed: bool = True
+
+
+def expected_tokens(conditional: tuple[float, ...], k: int) -> float:
+    """Expected committed tokens of a round of k drafts: 1 + Σ Π a_j."""
+    reach, total = 1.0, 1.0
+    for position in range(k):
+        reach *= conditional[min(position, len(conditional) - 1)]
+        total += reach
+    return total
+
+
+def verify_time(verify_s: Mapping[int, float], width: int) -> float:
+    """Seconds of a verify forward, between the measured widths and beyond them; never falls with width."""
+    curve = _monotone(verify_s)
+    if len(curve) == 1:
+        ((known, seconds),) = curve
+        base = seconds / (1.0 + _PRIOR_SLOPE * (known - 1))
+        return base * (1.0 + _PRIOR_SLOPE * (width - 1))
+    if width <= curve[0][0]:
+        return curve[0][1]
+    for (w0, t0), (w1, t1) in pairwise(curve):
+        if width <= w1:
+            return t0 + (t1 - t0) * (width - w0) / (w1 - w0)
+    (w0, t0), (w1, t1) = curve[-2:]
+    slope = max((t1 - t0) / (w1 - w0), (t1 - curve[0][1]) / (w1 - curve[0][0]))
+    return t1 + slope * (width - w1)
+
+
+def _monotone(measured: Mapping[int, float]) -> list[tuple[int, float]]:
+    """The non-decreasing curve nearest to the measurements (pool adjacent violators)."""
+    pools: list[tuple[list[int], float]] = []
+    for width in sorted(measured):
+        widths, seconds = [width], measured[width]
+        while pools and pools[-1][1] > seconds:
+            earlier, mean = pools.pop()
+            seconds = (mean * len(earlier) + seconds * len(widths)) / (len(earlier) + len(widths))
+            widths = earlier + widths
+        pools.append((widths, seconds))
+    return [(width, seconds) for widths, seconds in pools for width in widths]
+
+
+def choose(costs: Costs, acceptance: Acceptance, objective: Objective, limits: Limits) -> Plan:
+    """The plan with the highest expected rate under `limits`; plain decoding when nothing beats it.
+
+    Draftable are the drafters of `acceptance`. Raises UsageError without a measured verify time.
+    """
+    if not costs.verify_s:
+        raise UsageError("no verify time is measured yet; run a plain round first")
+    plain = 1.0 / (verify_time(costs.verify_s, _snap(1, limits.widths)) + costs.overhead_s)
+    best, best_rate = Plan(None, 0, "none", reason="plain"), 0.0
+    times = {k: verify_time(costs.verify_s, _snap(k + 1, limits.widths)) for k in range(1, limits.k_max + 1)}
+    for drafter, conditional in acceptance.conditional.items():
+        step_s = costs.draft_s.get(drafter, _PRIOR_DRAFT / plain)
+        catch_up_s = limits.catch_up_s.get(drafter, 0.0) / max(limits.horizon, 1)  # a token
+        for k, verify_s in times.items():
+            tokens = expected_tokens(conditional, k)
+            rate = tokens / (k * step_s + verify_s + costs.overhead_s + tokens * catch_up_s)
+            if rate > best_rate:
+                best, best_rate = Plan(drafter, k, reason=f"{rate / plain:.2f} x plain expected"), rate
+    if limits.plain_allowed and best_rate < objective.margin * plain:
+        return Plan(None, 0, "none", reason=f"drafting promises {best_rate / plain:.2f} x plain")
+    return best
+
+
+def _snap(width: int, widths: tuple[int, ...] | None) -> int:
+    """The compiled width that a forward of `width` tokens runs at."""
+    return width if widths is None else min((w for w in widths if w >= width), default=width)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a round did and took; `cut` rounds (stop token, limit) say nothing about acceptance."""
+
+    plan: Plan
+    drafted: int
+    evaluated: int
+    accepted: int
+    tokens: int
+    round_s: float
+    draft_s: float
+    verify_s: float
+    cut: bool = False
+
+
+_PRIOR_ACCEPTANCE = {"": 0.7, "1": 0.25, "2": 0.45, "3": 0.55, "4": 0.65, "8": 0.8, "16": 0.9, "32": 0.95}
+
+
+class _Evidence:
+    """Decayed counts of accepted and evaluated drafts by position, for one kind of proposal."""
+
+    decay = 0.95
+    weight = 3.0  # of the prior, in drafts
+
+    def __init__(self, prior: float) -> None:
+        self.prior = prior
+        self.trials: list[float] = []
+        self.hits: list[float] = []
+
+    def conditional(self) -> tuple[float, ...]:
+        """Acceptance by position; each position's prior is the estimate of the one before."""
+        estimate, out = self.prior, []
+        for hits, trials in zip(self.hits, self.trials, strict=True):
+            estimate = (hits + self.weight * estimate) / (trials + self.weight)
+            out.append(estimate)
+        return (*out, estimate)
+
+    def add(self, evaluated: int, accepted: int) -> None:
+        missing = evaluated - len(self.trials)
+        self.trials.extend([0.0] * missing)
+        self.hits.extend([0.0] * missing)
+        for position in range(evaluated):
+            self.trials[position] = self.trials[position] * self.decay + 1.0
+            self.hits[position] = self.hits[position] * self.decay + (position < accepted)
+
+    def fade(self, share: float) -> None:
+        self.trials = [count * share for count in self.trials]
+        self.hits = [count * share for count in self.hits]
+
+
+@dataclass
+class _Account:
+    """What a drafter has won (seconds) against plain decoding, and when it may be probed again."""
+
+    balance_s: float = 0.0
+    idle_rounds: int = 0
+    interval: int = 16
+
+
+class Planner:
+    """Chooses a plan for every round from what the rounds so far have shown.
+
+    `costs` is what `to_dict` returned earlier (a bundle may carry it); without it the first rounds run
+    plain to measure. `k_max` bounds the draft length.
+    """
+
+    probe_share = 0.01  # of all time: what a drafter may lose in the long run
+    _alpha = 0.2
+    _credit_steps = 3.0  # plain steps that a drafter may lose before it must wait
+    _stale_rounds = 32
+
+    def __init__(
+        self, costs: Mapping[str, Any] | None = None, objective: Objective | None = None, k_max: int = 15
+    ) -> None:
+        stored = costs or {}
+        self.objective = objective or Objective()
+        self.k_max = k_max
+        self._verify_s = {int(width): float(s) for width, s in stored.get("verify_s", {}).items()}
+        self._draft_s = {str(name): float(s) for name, s in stored.get("draft_s", {}).items()}
+        self._catch_up_s = {str(name): float(s) for name, s in stored.get("catch_up_s", {}).items()}
+        self._overhead_s = float(stored.get("overhead_s", 0.0))
+        self._measured_at: dict[int, int] = {}
+        self._evidence: dict[tuple[str, str], _Evidence] = {}
+        self._accounts: dict[str, _Account] = {}
+        self._rounds = 0
+        self._kinds: Mapping[str, str] = {}
+        self._backlogs: Mapping[str, int] = {}
+        self._widths: tuple[int, ...] | None = None
+
+    @property
+    def costs(self) -> Costs:
+        """The current estimates."""
+        return Costs(dict(self._verify_s), dict(self._draft_s), self._overhead_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measured costs, to start from next time (json-ready)."""
+        return {
+            "verify_s": {str(width): s for width, s in sorted(self._verify_s.items())},
+            "draft_s": dict(self._draft_s),
+            "catch_up_s": dict(self._catch_up_s),
+            "overhead_s": self._overhead_s,
+        }
+
+    def acceptance(self, kinds: Mapping[str, str]) -> Acceptance:
+        """Estimates for drafters whose next proposals are of these kinds (`""` when unknown)."""
+        return Acceptance({name: self._of(name, kind).conditional() for name, kind in kinds.items()})
+
+    def begin(self) -> None:
+        """A new text: old acceptance counts half, and a drafter that lost may try again."""
+        for evidence in self._evidence.values():
+            evidence.fade(0.5)
+        for account in self._accounts.values():
+            account.interval = 16
+
+    def plan(
+        self,
+        kinds: Mapping[str, str],
+        k_max: int,
+        widths: tuple[int, ...] | None = None,
+        backlogs: Mapping[str, int] | None = None,
+        horizon: int = 128,
+    ) -> Plan:
+        """The plan of the next round.
+
+        `kinds` holds the drafters that can propose, with the kind of proposal; `backlogs` the tokens that
+        each must run first; `horizon` how many tokens may still come.
+        """
+        self._kinds, self._backlogs, self._widths = kinds, backlogs or {}, widths
+        k_max = min(k_max, self.k_max)
+        if k_max < 1 or not kinds:
+            return Plan(None, 0, "none", reason="no room" if k_max < 1 else "miss")
+        if not self._verify_s:
+            return Plan(None, 0, "none", reason="measuring a plain step")
+        solvent = {name: kind for name, kind in kinds.items() if self._may_spend(name, 0.0)}
+        if not solvent:
+            return Plan(None, 0, "none", reason="drafting has lost more than its share of the time")
+        limits = Limits(k_max, widths, self._catch_ups(), min(horizon, 128))
+        plan = choose(self.costs, self.acceptance(solvent), self.objective, limits)
+        return plan if plan.k else self._probe(plan, solvent, limits)
+
+    def observe(self, seen: Observation) -> None:
+        """Learn from a round of the last plan."""
+        self._rounds += 1
+        self._learn_verify(_snap(1 + seen.drafted, self._widths), seen.verify_s)
+        self._overhead_s = self._ema(self._overhead_s, seen.round_s - seen.draft_s - seen.verify_s)
+        name = seen.plan.drafter
+        for other, account in self._accounts.items():
+            account.idle_rounds += other != name
+            account.balance_s = min(account.balance_s + self.probe_share * seen.round_s, 0.0)
+        if name is None:
+            return
+        catch_up_s = self._learn_draft(name, seen)
+        account = self._account(name)
+        account.idle_rounds = 0
+        won_s = seen.tokens * self._plain_s() - (seen.round_s - catch_up_s)
+        account.balance_s = min(account.balance_s + won_s, 0.0)
+        if seen.evaluated and not seen.cut:
+            self._of(name, self._kinds.get(name, "")).add(seen.evaluated, seen.accepted)
+
+    def _probe(self, plain: Plan, kinds: Mapping[str, str], limits: Limits) -> Plan:
+        """Now and then, a short draft where drafting does not promise to pay, if the account allows it."""
+        due = {name: kind for name, kind in kinds.items() if self._probe_due(name)}
+        if not due:
+            return plain
+        forced = Limits(1, limits.widths, limits.catch_up_s, limits.horizon, plain_allowed=False)
+        probe = choose(self.costs, self.acceptance(due), self.objective, forced)
+        name = probe.drafter or ""
+        step_s = self._draft_s.get(name, _PRIOR_DRAFT * self._plain_s())
+        loss_s = step_s + verify_time(self._verify_s, _snap(2, limits.widths)) - self._plain_s()
+        if not self._may_spend(name, loss_s + limits.catch_up_s.get(name, 0.0)):
+            return plain
+        self._account(name).interval = min(256, 2 * self._account(name).interval)
+        return Plan(probe.drafter, probe.k, reason="probe")
+
+    def _probe_due(self, name: str) -> bool:
+        account = self._account(name)
+        return account.idle_rounds >= account.interval
+
+    def _may_spend(self, name: str, loss_s: float) -> bool:
+        """Whether a drafter's account stays above its credit after losing `loss_s`."""
+        return self._account(name).balance_s - loss_s > -self._credit_steps * self._plain_s()
+
+    def _plain_s(self) -> float:
+        return verify_time(self._verify_s, _snap(1, self._widths)) + self._overhead_s
+
+    def _account(self, name: str) -> _Account:
+        return self._accounts.setdefault(name, _Account())
+
+    def _of(self, name: str, kind: str) -> _Evidence:
+        key = (name, kind)
+        if key not in self._evidence:
+            self._evidence[key] = _Evidence(_PRIOR_ACCEPTANCE.get(kind, 0.5))
+        return self._evidence[key]
+
+    def _catch_ups(self) -> dict[str, float]:
+        return {name: n * self._catch_up_token_s(name) for name, n in self._backlogs.items() if n > 1}
+
+    def _catch_up_token_s(self, name: str) -> float:
+        step_s = self._draft_s.get(name, _PRIOR_DRAFT * self._plain_s())
+        return self._catch_up_s.get(name, _CATCH_UP_SHARE * step_s)
+
+    def _learn_verify(self, width: int, seconds: float) -> None:
+        """Move the estimate of a width; widths not measured for long follow at half speed.
+
+        So heat, a longer context or a busy machine, seen at one width, reach the others.
+        """
+        known = self._verify_s.get(width)
+        self._measured_at[width] = self._rounds
+        if known is None:
+            self._verify_s[width] = seconds
+            return
+        step = self._alpha * (min(max(seconds / known, 0.5), 2.0) - 1.0)
+        for other in self._verify_s:
+            stale = self._rounds - self._measured_at.get(other, 0) > self._stale_rounds
+            if other == width or stale:
+                self._verify_s[other] *= 1.0 + (step if other == width else 0.5 * step)
+
+    def _learn_draft(self, name: str, seen: Observation) -> float:
+        """Learn the draft step, or the catch-up of a drafter that was far behind; returns its seconds."""
+        backlog = self._backlogs.get(name, 0)
+        steps = max(seen.drafted, 1)
+        if backlog <= 8:
+            self._draft_s[name] = self._ema(self._draft_s.get(name, 0.0), seen.draft_s / steps)
+            return 0.0
+        catch_up_s = max(0.0, seen.draft_s - steps * self._draft_s.get(name, 0.0))
+        self._catch_up_s[name] = self._ema(self._catch_up_s.get(name, 0.0), catch_up_s / backlog)
+        return catch_up_s
+
+    def _ema(self, known: float, seconds: float) -> float:
+        """Moving average that a single outlier moves little; the first value is taken as it is."""
+        seconds = max(seconds, 0.0)
+        if known <= 0.0:
+            return seconds
+        return known + self._alpha * (min(max(seconds, 0.5 * known), 2.0 * known) - known)

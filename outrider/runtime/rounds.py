@@ -1,0 +1,399 @@
+"""The round engine: draft, verify in one target forward, commit; for any Graph and any Drafter.
+
+What is committed is the target's own text: the drafter and the plan decide how fast it comes, never
+what it is. The last committed token is not in the target's KV cache; it is folded into the next verify
+forward as its first row, which saves one target forward a round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from outrider.contracts import (
+    Drafter,
+    Float32Array,
+    Graph,
+    IntArray,
+    LogitsRequest,
+    Output,
+    Plan,
+    Proposal,
+    Sampling,
+)
+from outrider.errors import BackendError, ContextError, UsageError
+from outrider.runtime import trace as tracing
+from outrider.runtime.context import Context, common_prefix
+from outrider.runtime.judge import Judge
+from outrider.runtime.planner import Observation, Planner
+from outrider.runtime.sampling import TokenLogprob
+from outrider.runtime.stats import Stats
+from outrider.runtime.uniforms import draft_generator
+from outrider.runtime.verify import Decision, depths, tree_mask, walk
+
+__all__ = ["Engine", "FinishReason", "Request", "Round"]
+
+FinishReason = Literal["stop", "length"]
+Progress = Callable[[int, int], None]
+
+_NO_TOKENS = np.empty(0, np.int64)
+_NOTHING = Proposal(_NO_TOKENS, _NO_TOKENS)
+
+
+def _backlog(drafter: Drafter, context: Context) -> int:
+    """Tokens that a drafter must run before it can propose; 0 when it keeps no such state."""
+    ask = getattr(drafter, "backlog", None)
+    return int(ask(context)) if ask is not None else 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one generation wants.
+
+    `k` is the draft length of every round, or "auto" for the planner's choice; 0 is plain decoding.
+    `drafter` names one drafter (None: any). `stop_ids` end the text; the stop token itself is the last
+    one committed. `logprobs` None is off, 0 gives each token's own, n the n most likely as well.
+    """
+
+    sampling: Sampling = field(default_factory=Sampling)
+    max_new_tokens: int | None = None
+    stop_ids: frozenset[int] = frozenset()
+    k: int | Literal["auto"] = "auto"
+    drafter: str | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range, naming the option and the value seen."""
+        if self.k != "auto" and (not isinstance(self.k, int) or self.k < 0):
+            raise UsageError(f"k is {self.k!r}; it must be a number >= 0 or 'auto'")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise UsageError(f"logprobs is {self.logprobs}; it must be at least 0")
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round committed: 1..k+1 tokens, cut after the first stop token and at the limits.
+
+    `finish_reason` is None while more can come. `stats` are the generation's counters, updated in place.
+    """
+
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None
+    plan: Plan
+    drafted: int
+    evaluated: int
+    accepted: int
+    near_ties: int
+    logprobs: tuple[TokenLogprob, ...] | None
+    draft_s: float
+    verify_s: float
+    stats: Stats
+
+
+@dataclass
+class _Run:
+    """The state of one generation."""
+
+    request: Request
+    context: Context
+    judge: Judge
+    stats: Stats
+    limit: int  # length that the context may reach
+    ticket: int
+    trace: tracing.TraceWriter | None
+
+    @property
+    def remaining(self) -> int:
+        return self.limit - len(self.context)
+
+
+class Engine:
+    """Decodes with one target and any drafters, and keeps the target's KV cache from call to call.
+
+    `vocab_limit` is the size of the tokenizer: ids from there on are padding of the graph's vocabulary
+    and never chosen. `near_tie` is the float noise of a logit, below which a decision counts as a near
+    tie. `planner` chooses k where a request says "auto" (default: a fresh one). The engine owns neither
+    the graphs nor the drafters' graphs: `close` them where they were opened.
+    """
+
+    def __init__(
+        self,
+        target: Graph,
+        drafters: Mapping[str, Drafter] | None = None,
+        planner: Planner | None = None,
+        vocab_limit: int | None = None,
+        prefill_chunk: int = 512,
+        near_tie: float = 1e-3,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if vocab_limit is not None and not 0 < vocab_limit <= target.vocab_size:
+            raise UsageError(f"vocab_limit is {vocab_limit}; the target has {target.vocab_size} ids")
+        self.target = target
+        self.drafters = dict(drafters or {})
+        self.planner = planner or Planner()
+        self.vocab_limit = vocab_limit or target.vocab_size
+        self._widest = max(target.widths) if target.widths else None
+        self._chunk = min(prefill_chunk, self._widest or prefill_chunk)
+        self._near_tie = near_tie
+        self._clock = clock
+        self._cached: list[int] = []  # tokens of the target's KV rows
+        self._ticket = 0
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """The tokens whose KV rows the target holds."""
+        return tuple(self._cached[: self.target.length])
+
+    def reset(self) -> None:
+        """Forget all context, in the target and in the drafters."""
+        self._ticket += 1
+        self._cached.clear()
+        self.target.truncate(0)
+        for drafter in self.drafters.values():
+            drafter.reset()
+
+    def decode(
+        self,
+        prompt: Sequence[int],
+        request: Request | None = None,
+        progress: Progress | None = None,
+        trace: tracing.TraceWriter | None = None,
+    ) -> Generator[Round, None, None]:
+        """Generate after `prompt` [S]; yields a `Round` for every target forward that committed tokens.
+
+        The longest prefix shared with what the KV cache holds is not run again. `progress(done, total)`
+        is called after every chunk of the prompt. Closing the iterator at any point leaves the KV cache
+        equal to a prefix of prompt and committed tokens. Raises UsageError for an empty prompt or an
+        unknown id or drafter, ContextError when the prompt leaves no room for a token.
+        """
+        request = request or Request()
+        self._check(prompt, request)
+        self._ticket += 1
+        room = self.target.max_context
+        limit = room if request.max_new_tokens is None else min(room, len(prompt) + request.max_new_tokens)
+        context = Context(prompt)
+        judge = Judge(
+            request.sampling,
+            self.vocab_limit,
+            context[:],
+            self._near_tie,
+            request.logprobs,
+            record=trace is not None,
+        )
+        run = _Run(request, context, judge, Stats(prompt_tokens=len(prompt)), limit, self._ticket, trace)
+        return self._rounds(run, progress)
+
+    def _check(self, prompt: Sequence[int], request: Request) -> None:
+        if len(prompt) == 0:
+            raise UsageError("the prompt is empty; give at least one token")
+        strange = next((token for token in prompt if not 0 <= token < self.target.vocab_size), None)
+        if strange is not None:
+            raise UsageError(
+                f"prompt token {strange} is not in the vocabulary of {self.target.vocab_size} ids"
+            )
+        if len(prompt) >= self.target.max_context:
+            raise ContextError(
+                f"the prompt has {len(prompt)} tokens; the context holds {self.target.max_context}, and at"
+                " least one must be free. Shorten the prompt, or export with a larger --max-context"
+            )
+        if request.drafter is not None and request.drafter not in self.drafters:
+            known = ", ".join(self.drafters) or "none"
+            raise UsageError(f"unknown drafter {request.drafter!r}; this engine has: {known}")
+        if self._widest and request.k != "auto" and request.k >= self._widest:
+            raise UsageError(
+                f"k is {request.k}; the target is compiled for widths {self.target.widths}, so k can be"
+                f" at most {self._widest - 1}"
+            )
+
+    def _rounds(self, run: _Run, progress: Progress | None) -> Generator[Round, None, None]:
+        started = self._clock()
+        self.planner.begin()
+        self._prefill(run, progress)
+        run.stats.prefill_s = self._clock() - started
+        finish: FinishReason | None = None
+        while finish is None:
+            if run.ticket != self._ticket:
+                raise UsageError("another generation has started on this engine; this one cannot go on")
+            result = self._round(run)
+            finish = result.finish_reason
+            if run.stats.rounds == 1:
+                run.stats.ttft_s = self._clock() - started
+                run.stats.first_tokens = len(result.tokens)
+            yield result
+
+    def _prefill(self, run: _Run, progress: Progress | None) -> None:
+        """Run the prompt up to its last chunk, which the first round folds in."""
+        prompt, total = run.context, len(run.context)
+        self._reuse(prompt)
+        run.stats.reused_tokens = self.target.length
+        while total - self.target.length > self._chunk:
+            start = self.target.length
+            chunk = prompt[start : start + self._chunk]
+            self.target.forward(chunk, logits="none")
+            self._commit(chunk, range(len(chunk)))
+            if progress is not None:
+                progress(self.target.length, total)
+        if progress is not None:
+            progress(total, total)
+
+    def _reuse(self, prompt: Context) -> None:
+        """Keep the KV rows of the longest common prefix; the prompt's last token is always run."""
+        del self._cached[self.target.length :]
+        keep = min(common_prefix(self._cached, prompt), len(prompt) - 1, len(self._cached))
+        if keep < self.target.length:
+            self.target.truncate(keep)
+        del self._cached[keep:]
+
+    def _commit(self, tokens: Sequence[int], rows: Sequence[int]) -> None:
+        """Commit rows; the list goes first, so that an interrupt between the two is seen by `_reuse`."""
+        self._cached.extend(tokens)
+        self.target.commit(rows)
+
+    def _round(self, run: _Run) -> Round:
+        begin = self._clock()
+        context = run.context
+        pending = context[self.target.length :]  # committed, not in the KV cache: the anchor, or a last chunk
+        plan = self._plan(run, len(pending))
+        drafting = self._clock()
+        proposal = self._propose(run, plan)
+        verifying = self._clock()
+        output, rows = self._verify(pending, proposal)
+        verified = self._clock()
+        position = len(context)
+        run.judge.begin(rows, position, proposal)
+        decision = walk(proposal, run.judge, run.request.stop_ids, run.remaining)
+        self._keep(run, pending, plan, decision, output)
+        if run.trace is not None:
+            run.trace.round(position, proposal, run.judge.judged, decision, plan)
+        result = self._report(run, plan, len(proposal), decision, verifying - drafting, verified - verifying)
+        self._account(run, result, len(pending), self._clock() - begin)
+        return result
+
+    def _keep(self, run: _Run, pending: list[int], plan: Plan, decision: Decision, output: Output) -> None:
+        """Commit the KV rows of all committed tokens but the last, which becomes the next anchor."""
+        path = decision.path[: len(decision.tokens) - 1]
+        rows = [*range(len(pending)), *(len(pending) + node for node in path)]
+        self._commit([*pending, *decision.tokens[:-1]], rows)
+        run.context.extend(decision.tokens)
+        if plan.drafter is not None:
+            self.drafters[plan.drafter].observe(decision.tokens, output, rows)
+
+    def _report(
+        self, run: _Run, plan: Plan, drafted: int, decision: Decision, draft_s: float, verify_s: float
+    ) -> Round:
+        near_ties = sum(margin < self._near_tie for margin in decision.margins)
+        run.stats.rounds += 1
+        run.stats.output_tokens += len(decision.tokens)
+        run.stats.near_ties += near_ties
+        run.stats.count_draft(drafted, decision.evaluated, decision.accepted)
+        stopped = decision.tokens[-1] in run.request.stop_ids
+        finish: FinishReason | None = "stop" if stopped else "length" if run.remaining <= 0 else None
+        logprobs = tuple(run.judge.logprobs) if run.request.logprobs is not None else None
+        return Round(
+            decision.tokens,
+            finish,
+            plan,
+            drafted,
+            decision.evaluated,
+            decision.accepted,
+            near_ties,
+            logprobs,
+            draft_s,
+            verify_s,
+            run.stats,
+        )
+
+    def _plan(self, run: _Run, pending: int) -> Plan:
+        """Who drafts how much now, within what both contexts, the widths and the request allow."""
+        if pending > 1:
+            return Plan(None, 0, "none", reason="prefill")
+        request = run.request
+        most = min(run.remaining - 1, (self._widest or self.target.max_context) - 1)
+        if request.k == 0 or most < 1:
+            return Plan(None, 0, "none", reason="no draft fits" if request.k else "k is 0")
+        names = [request.drafter] if request.drafter else list(self.drafters)
+        kinds = self._kinds(run.context, names)
+        if request.k == "auto":
+            backlogs = {name: _backlog(self.drafters[name], run.context) for name in kinds}
+            return self.planner.plan(kinds, most, self.target.widths, backlogs, run.remaining)
+        if not kinds:
+            return Plan(None, 0, "none", reason="nothing to propose")
+        return Plan(next(iter(kinds)), min(request.k, most), reason="fixed k")
+
+    def _kinds(self, context: Context, names: list[str]) -> dict[str, str]:
+        """The drafters that can propose now, with the kind of proposal (see `LookupDrafter.kind`)."""
+        kinds = {}
+        for name in names:
+            ask = getattr(self.drafters[name], "kind", None)
+            kind = "" if ask is None else ask(context)
+            if kind is not None:
+                kinds[name] = kind
+        return kinds
+
+    def _propose(self, run: _Run, plan: Plan) -> Proposal:
+        if plan.drafter is None or plan.k == 0:
+            return _NOTHING
+        sampling = run.request.sampling
+        rng = draft_generator(sampling.seed, len(run.context))
+        proposal = self.drafters[plan.drafter].propose(run.context, plan.k, sampling, rng)
+        most = plan.node_budget or plan.k
+        if len(proposal) > (self._widest or self.target.max_context) - 1 or len(proposal) > most:
+            raise BackendError(
+                f"drafter {plan.drafter!r} proposed {len(proposal)} tokens; it was asked for {most}"
+            )
+        return proposal
+
+    def _verify(self, pending: Sequence[int], proposal: Proposal) -> tuple[Output, Float32Array]:
+        """One target forward over pending tokens and drafts; logits [1 + n, V] of the anchor and the drafts."""
+        n = len(proposal)
+        last = len(pending) - 1
+        if n == 0:
+            output = self.target.forward(pending, logits="last")
+        else:
+            # An id that the target lacks has probability 0: judged as drafted, but run as another token.
+            known = np.where(proposal.tokens < self.target.vocab_size, proposal.tokens, 0)
+            tokens = np.concatenate([np.asarray(pending, np.int64), known])
+            positions, mask = (None, None) if proposal.is_chain else self._tree(len(pending), proposal)
+            wanted: LogitsRequest = "all" if last == 0 else range(last, last + 1 + n)
+            output = self.target.forward(tokens, positions, mask, wanted)
+        if not isinstance(output.logits, np.ndarray):
+            raise BackendError("the target returned no logits where rows were asked for")
+        return output, output.logits
+
+    def _tree(self, pending: int, proposal: Proposal) -> tuple[IntArray, np.ndarray]:
+        """Positions by depth, and the mask in which nodes see the pending tokens and their own ancestors."""
+        start = self.target.length
+        n = len(proposal)
+        positions = np.concatenate([np.arange(pending), pending - 1 + depths(proposal.parents)]) + start
+        mask = np.tri(pending + n, dtype=np.bool_)
+        mask[pending:, pending:] = tree_mask(proposal.parents)
+        return positions, mask
+
+    def _account(self, run: _Run, result: Round, pending: int, round_s: float) -> None:
+        """Times for the statistics and the planner; the first round, part of the prefill, teaches nothing."""
+        if run.stats.rounds == 1:
+            return
+        run.stats.decode_s += round_s
+        run.stats.draft_s += result.draft_s
+        run.stats.verify_s += result.verify_s
+        if pending > 1:
+            return
+        self.planner.observe(
+            Observation(
+                result.plan,
+                result.drafted,
+                result.evaluated,
+                result.accepted,
+                len(result.tokens),
+                round_s,
+                result.draft_s,
+                result.verify_s,
+                cut=result.finish_reason is not None,
+            )
+        )

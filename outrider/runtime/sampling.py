@@ -1,0 +1,283 @@
+"""From a target row to a distribution to a token; the same code with and without a draft.
+
+Order of processing: logit bias and bans, repetition penalty, presence and frequency penalty,
+temperature, top-k, top-p, min-p. Ties go to the lowest id everywhere; a token is drawn by inverse CDF
+in id order. Ids beyond the tokenizer (padding of the vocabulary) never get probability.
+
+Nucleus sampling: Holtzman et al., arXiv 1904.09751; min-p: Nguyen et al., arXiv 2407.01082; repetition
+penalty: Keskar et al. (CTRL), arXiv 1909.05858.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.contracts import Float32Array, IntArray, Sampling
+from outrider.errors import BackendError, UsageError
+
+__all__ = [
+    "Distribution",
+    "Processor",
+    "TokenLogprob",
+    "distribution",
+    "draw",
+    "largest",
+    "log_probabilities",
+    "probability",
+    "top_two",
+]
+
+Float64Array = NDArray[np.float64]
+
+_NEAR_TIE = 1e-3
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Probabilities of the tokens that can come next; all other tokens have probability 0.
+
+    `slack` is the mass that float noise could move at a truncation edge (a near tie of the cut itself).
+    """
+
+    ids: IntArray | None  # [n] ascending; None = 0..n-1
+    probs: Float64Array  # [n], sums to 1
+    slack: float = 0.0
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural log-probability of a committed token, and of the most likely ones when asked for."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Processor:
+    """Turns rows of logits into processed rows: bias, bans and penalties, for the prefix pushed so far."""
+
+    def __init__(self, sampling: Sampling, vocab_limit: int, prompt: Iterable[int] = ()) -> None:
+        unknown = [i for i in (*sampling.logit_bias, *sampling.banned_tokens) if not 0 <= i < vocab_limit]
+        if unknown:
+            raise UsageError(
+                f"logit_bias or banned_tokens names id {unknown[0]}; the vocabulary has {vocab_limit} ids"
+            )
+        self._limit = vocab_limit
+        self._sampling = sampling
+        self._bias_ids = np.fromiter(sampling.logit_bias.keys(), np.int64)
+        self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
+        self._banned = np.array(sampling.banned_tokens, np.int64)
+        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        self._history = _History(prompt) if penalties != (1.0, 0.0, 0.0) else None
+        self._edits = bool(self._history or len(self._bias_ids) or len(self._banned))
+
+    def row(self, logits: Float32Array) -> Float32Array:
+        """The processed row [vocab_limit]; a view of `logits` [V] when there is nothing to change."""
+        row = logits[: self._limit]
+        if not self._edits:
+            return row
+        row = row.copy()
+        row[self._bias_ids] += self._bias
+        row[self._banned] = -np.inf
+        if self._history is not None:
+            self._history.penalise(row, self._sampling)
+        return row
+
+    def push(self, token: int) -> None:
+        """Add an output token to the prefix that the next row sees."""
+        if self._history is not None:
+            self._history.push(token)
+
+    def pop(self, token: int) -> None:
+        """Take back the token pushed last."""
+        if self._history is not None:
+            self._history.pop(token)
+
+
+class _History:
+    """Token counts of a prefix, kept up to date token by token; one slot a distinct id."""
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        ids, seen = np.unique(np.fromiter(prompt, np.int64), return_counts=True)
+        self._slots = {int(token): slot for slot, token in enumerate(ids)}
+        self._ids = ids
+        self._seen = seen.astype(np.int64)  # in prompt and output
+        self._output = np.zeros_like(self._seen)  # in the output
+
+    def push(self, token: int) -> None:
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            room = max(64, len(self._ids))
+            self._ids = np.concatenate([self._ids, np.zeros(room, np.int64)])
+            self._seen = np.concatenate([self._seen, np.zeros(room, np.int64)])
+            self._output = np.concatenate([self._output, np.zeros(room, np.int64)])
+        self._ids[slot] = token
+        self._seen[slot] += 1
+        self._output[slot] += 1
+
+    def pop(self, token: int) -> None:
+        slot = self._slots[token]
+        self._seen[slot] -= 1
+        self._output[slot] -= 1
+
+    def penalise(self, row: Float32Array, sampling: Sampling) -> None:
+        n = len(self._slots)
+        present = self._seen[:n] > 0
+        ids, output = self._ids[:n][present], self._output[:n][present]
+        values = row[ids].astype(np.float64)
+        penalty = sampling.repetition_penalty
+        values = np.where(values > 0, values / penalty, values * penalty)
+        values -= sampling.frequency_penalty * output + sampling.presence_penalty * (output > 0)
+        row[ids] = values
+
+
+def top_two(row: Float32Array) -> tuple[int, float]:
+    """The most likely id (the lowest of equals) and its lead over the runner-up, in logits."""
+    best = int(row.argmax())
+    top = _checked_top(row[best])
+    second = max(row[:best].max(initial=-np.inf), row[best + 1 :].max(initial=-np.inf))
+    return best, top - float(second)
+
+
+def largest(row: Float32Array, n: int) -> IntArray:
+    """Ids of the n largest values, largest first, equals by lower id.
+
+    The n-th largest of the column maxima bounds the n-th largest value from below, so that exact work is
+    needed on a few hundred candidates alone.
+    """
+    size = len(row)
+    n = min(n, size)
+    columns = min(size, max(512, 8 * n))
+    whole = size // columns * columns
+    maxima = row[:whole].reshape(-1, columns).max(axis=0)  # [columns]
+    np.maximum(maxima[: size - whole], row[whole:], out=maxima[: size - whole])
+    floor = np.partition(maxima, columns - n)[columns - n]
+    candidates = np.flatnonzero(row >= floor)
+    order = np.argsort(-row[candidates], kind="stable")[:n]
+    return candidates[order]
+
+
+def distribution(row: Float32Array, sampling: Sampling, near_tie: float = _NEAR_TIE) -> Distribution:
+    """The distribution that `sampling` (temperature > 0) makes of a processed row [V].
+
+    `near_tie` is the float noise of a logit: a truncation whose edge lies within it adds to `slack`.
+    Raises BackendError for a row with NaN, UsageError when no token is left.
+    """
+    top = _checked_top(row.max())
+    if sampling.top_k == 0 and sampling.top_p == 1.0:
+        return _untruncated(row, top, sampling, near_tie)
+    ids, weights, total = _ordered(row, top, sampling)  # descending
+    kept, slack = _truncate(weights, total, sampling, near_tie)
+    order = np.argsort(ids[:kept])
+    probs = weights[:kept][order]
+    return Distribution(ids[:kept][order], probs / probs.sum(), slack)
+
+
+def _untruncated(row: Float32Array, top: float, sampling: Sampling, near_tie: float) -> Distribution:
+    """Temperature alone (dense), or with min-p (a threshold in logits)."""
+    if sampling.min_p == 0.0:
+        weights = _weights(row, top, sampling.temperature)
+        return Distribution(None, weights / weights.sum())
+    floor = top + sampling.temperature * float(np.log(sampling.min_p))
+    ids = np.flatnonzero(row >= np.float32(floor - 0.01))  # a little wide; the exact test follows
+    values = row[ids].astype(np.float64)
+    weights = np.exp((values - top) / sampling.temperature)
+    keep = weights >= sampling.min_p
+    total = weights[keep].sum()
+    slack = float(weights[np.abs(values - floor) < near_tie].sum() / total)
+    return Distribution(ids[keep], weights[keep] / total, slack)
+
+
+def _ordered(row: Float32Array, top: float, sampling: Sampling) -> tuple[IntArray, Float64Array, float]:
+    """Ids and unnormalised weights in descending order, as many as truncation can need, and the mass.
+
+    One id more than top-k is returned (the first one cut), so that a tie at the edge can be seen.
+    """
+    temperature = sampling.temperature
+    if sampling.top_k:
+        ids = largest(row, sampling.top_k + 1)
+        weights = np.exp((row[ids].astype(np.float64) - top) / temperature)
+        return ids, weights, float(weights[: sampling.top_k].sum())
+    total = float(_weights(row, top, temperature).sum())
+    n = 256
+    while True:
+        ids = largest(row, n)
+        weights = np.exp((row[ids].astype(np.float64) - top) / temperature)
+        if n >= len(row) or weights[:-1].sum() >= sampling.top_p * total:
+            return ids, weights, total
+        n *= 8
+
+
+def _truncate(weights: Float64Array, total: float, sampling: Sampling, near_tie: float) -> tuple[int, float]:
+    """How many of the descending weights stay, and the mass at cuts that float noise could move."""
+    limit = min(sampling.top_k or len(weights), len(weights))
+    before = np.cumsum(weights) - weights
+    kept = int(np.count_nonzero(before[:limit] < sampling.top_p * total)) if sampling.top_p < 1.0 else limit
+    at_cut = 0.0
+    if kept == limit < len(weights):  # top-k decided
+        last, cut = float(weights[limit - 1]), float(weights[limit])
+        tied = cut > 0.0 and sampling.temperature * (math.log(last) - math.log(cut)) < near_tie
+        at_cut += last if tied else 0.0
+    elif sampling.top_p < 1.0:
+        reach = np.abs(before[max(0, kept - 1) : kept + 1] / total - sampling.top_p)
+        at_cut += weights[kept - 1] if reach.min(initial=1.0) < near_tie else 0.0
+    kept = min(kept, int(np.count_nonzero(weights >= max(sampling.min_p, 1e-300))))
+    return kept, float(at_cut / weights[:kept].sum())
+
+
+def _weights(row: Float32Array, top: float, temperature: float) -> Float64Array:
+    """exp((row - top) / temperature) [V], the largest being 1."""
+    with np.errstate(over="ignore", under="ignore"):
+        weights: Float64Array = np.exp((row - np.float32(top)) / np.float32(temperature)).astype(np.float64)
+    return weights
+
+
+def _checked_top(value: np.floating | float) -> float:
+    top = float(value)
+    if top == -np.inf:
+        raise UsageError("no token is left: every id is banned or biased to minus infinity; ban fewer tokens")
+    if not np.isfinite(top):
+        raise BackendError(f"the target returned a logit of {top}; run `outrider check` on the bundle")
+    return top
+
+
+def draw(chances: Distribution, uniform: float) -> tuple[int, float]:
+    """The token whose CDF interval (in id order) holds `uniform`, and the distance to the nearer edge."""
+    cdf = np.cumsum(chances.probs)
+    aim = uniform * cdf[-1]
+    index = int(np.searchsorted(cdf, aim, side="right"))
+    if index == len(cdf):  # rounding carried the aim to the very end
+        index = int(np.flatnonzero(chances.probs)[-1])
+    low = float(cdf[index] - chances.probs[index])
+    margins = [aim - low] if low > 1e-15 else []
+    if cdf[index] < cdf[-1]:
+        margins.append(float(cdf[index]) - aim)
+    token = index if chances.ids is None else int(chances.ids[index])
+    return token, float(min(margins, default=1.0))
+
+
+def probability(chances: Distribution, token: int) -> float:
+    """The probability of one token; 0 outside the support."""
+    if chances.ids is None:
+        return float(chances.probs[token]) if token < len(chances.probs) else 0.0
+    index = int(np.searchsorted(chances.ids, token))
+    found = index < len(chances.ids) and chances.ids[index] == token
+    return float(chances.probs[index]) if found else 0.0
+
+
+def log_probabilities(row: Float32Array, token: int, n: int, temperature: float) -> TokenLogprob:
+    """Log-probabilities of a processed row, before truncation; temperature 0 counts as 1.
+
+    Truncated tokens keep a finite value this way, and greedy decoding says how sure it was.
+    """
+    temperature = temperature or 1.0
+    top = float(row.max())
+    logsumexp = float(np.log(_weights(row, top, temperature).sum()))
+    ids = largest(row, n) if n else np.empty(0, np.int64)
+    score = (row[np.append(ids, token)].astype(np.float64) - top) / temperature - logsumexp
+    return TokenLogprob(token, float(score[-1]), tuple(zip(ids.tolist(), score[:-1].tolist(), strict=True)))

@@ -1,0 +1,88 @@
+"""What a generation counted and timed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.contracts import as_json
+
+__all__ = ["Stats"]
+
+
+@dataclass
+class Stats:
+    """Counters of one generation. Drafted tokens after the first rejection were never evaluated.
+
+    `evaluated_at[i]` and `accepted_at[i]` count draft position i (0 = first). Times are seconds of this
+    process, without the time that the consumer of the rounds took.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    output_tokens: int = 0
+    rounds: int = 0
+    speculative_rounds: int = 0
+    drafted: int = 0
+    evaluated: int = 0
+    accepted: int = 0
+    evaluated_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    near_ties: int = 0
+    prefill_s: float = 0.0
+    first_tokens: int = 0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+    @property
+    def overhead_s(self) -> float:
+        """Decode time spent neither in the drafter nor in the target's forward."""
+        return max(0.0, self.decode_s - self.draft_s - self.verify_s)
+
+    @property
+    def acceptance(self) -> float | None:
+        """accepted / evaluated, or None when nothing was evaluated."""
+        return self.accepted / self.evaluated if self.evaluated else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Committed tokens per target forward, or None before the first round."""
+        return self.output_tokens / self.rounds if self.rounds else None
+
+    @property
+    def prompt_tokens_per_s(self) -> float | None:
+        """Prompt tokens that were run (not reused) per second until the first token."""
+        ran = self.prompt_tokens - self.reused_tokens
+        return ran / self.ttft_s if self.ttft_s > 0 else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens after the first round per second after the first round."""
+        tokens = self.output_tokens - self.first_tokens
+        return tokens / self.decode_s if self.decode_s > 0 and tokens > 0 else None
+
+    def count_draft(self, drafted: int, evaluated: int, accepted: int) -> None:
+        """Add one round's drafted, evaluated and accepted tokens."""
+        self.speculative_rounds += drafted > 0
+        self.drafted += drafted
+        self.evaluated += evaluated
+        self.accepted += accepted
+        missing = evaluated - len(self.evaluated_at)
+        self.evaluated_at.extend([0] * missing)
+        self.accepted_at.extend([0] * missing)
+        for position in range(evaluated):
+            self.evaluated_at[position] += 1
+            self.accepted_at[position] += position < accepted
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counters and the derived rates, ready for `json`."""
+        derived = (
+            "overhead_s",
+            "acceptance",
+            "tokens_per_round",
+            "prompt_tokens_per_s",
+            "decode_tokens_per_s",
+        )
+        return {**as_json(self), **{name: getattr(self, name) for name in derived}}

@@ -1,0 +1,225 @@
+"""Traces of generations: JSON lines, a header first; and the replay that proves a `decode` trace.
+
+Header: `{"schema_version": 1, "kind": "decode" | "acceptance", ...}` with whatever the writer adds (for
+`decode`: `sampling`, `vocab_limit`, `prompt`, `near_tie`, `stop_ids`, `max_new_tokens`).
+
+`decode` round: `position` (of the first token to commit), `plan` (drafter, k, reason), `proposal` (tokens,
+parents, rule, `vocab_ids` and `q` as lists or null), `rows`, `tokens`, `path`, `evaluated`, `cut`. A row, one
+for each decision in order: `row`, `top` (ids, values and logsumexp of the processed logits), `uniform` or
+null, `chances` (ids and probs of what was drawn from; null when greedy or above 4096 ids), `token`, `node`.
+
+`acceptance` round: `position`, `drafter`, `k`, `drafted`, `evaluated`, `accepted`; the header may name a
+`category`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from outrider.contracts import Plan, Proposal, Sampling, as_json
+from outrider.errors import OutriderError, UsageError
+from outrider.runtime.judge import Judged
+from outrider.runtime.sampling import Distribution, draw, largest
+from outrider.runtime.uniforms import Uniforms
+from outrider.runtime.verify import Decision, Step, match_child, reject_child, walk
+
+__all__ = ["Replay", "TraceError", "TraceWriter", "read_trace", "replay"]
+
+SCHEMA_VERSION = 1
+_KINDS = ("telemetry", "decode", "acceptance")
+_TOP = 16
+_LARGEST_SUPPORT = 4096
+
+
+class TraceError(OutriderError):
+    """A trace is unreadable, of another version, or its replay decided differently."""
+
+
+class TraceWriter:
+    """Writes a trace to a path or an open text file; a context manager."""
+
+    def __init__(self, target: str | Path | TextIO, kind: str = "decode", **header: Any) -> None:
+        if kind not in _KINDS:
+            raise UsageError(f"trace kind {kind!r} is not known; known: {', '.join(_KINDS)}")
+        self._owned = isinstance(target, str | Path)
+        self._file: TextIO = (
+            Path(target).open("w", encoding="utf-8") if isinstance(target, str | Path) else target
+        )
+        self.write({"schema_version": SCHEMA_VERSION, "kind": kind, **header})
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record."""
+        self._file.write(json.dumps(as_json(record), separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        """Close the file, if this writer opened it."""
+        if self._owned:
+            self._file.close()
+
+    def round(
+        self, position: int, proposal: Proposal, judged: Sequence[Judged], decision: Decision, plan: Plan
+    ) -> None:
+        """Append one round of a `decode` trace."""
+        self.write(
+            {
+                "position": position,
+                "plan": {"drafter": plan.drafter, "k": plan.k, "reason": plan.reason},
+                "proposal": proposal,
+                "rows": [_row_record(row) for row in judged],
+                "tokens": decision.tokens,
+                "path": decision.path,
+                "evaluated": decision.evaluated,
+                "cut": decision.cut,
+            }
+        )
+
+
+def _row_record(judged: Judged) -> dict[str, Any]:
+    row = judged.processed
+    ids = largest(row, _TOP)
+    ids = ids[np.isfinite(row[ids])]
+    top = float(row.max())
+    logsumexp = top + float(np.log(np.exp(row.astype(np.float64) - top).sum()))
+    chances = judged.chances
+    small = chances is not None and len(chances.probs) <= _LARGEST_SUPPORT
+    return {
+        "row": judged.row,
+        "top": {"ids": ids, "values": row[ids], "logsumexp": logsumexp},
+        "uniform": judged.uniform,
+        "chances": {"ids": chances.ids, "probs": chances.probs} if small and chances else None,
+        "token": judged.step.token,
+        "node": judged.step.node,
+    }
+
+
+def read_trace(source: str | Path | Iterable[str]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    """The header and the records of a trace. Raises TraceError for another version or a broken line."""
+    lines = iter(Path(source).read_text("utf-8").splitlines() if isinstance(source, str | Path) else source)
+    header = _parse(next(lines, ""), 1)
+    version = header.get("schema_version")
+    if version != SCHEMA_VERSION or header.get("kind") not in _KINDS:
+        raise TraceError(
+            f"the trace has schema_version {version!r} and kind {header.get('kind')!r}; this reader knows"
+            f" version {SCHEMA_VERSION} of {', '.join(_KINDS)}"
+        )
+    return header, (_parse(line, number) for number, line in enumerate(lines, 2))
+
+
+def _parse(line: str, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(
+            f"line {number} of the trace is not JSON ({error}); the file is cut off or damaged"
+        ) from None
+    if not isinstance(record, dict):
+        raise TraceError(f"line {number} of the trace is {type(record).__name__}, not an object")
+    return record
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a replay went through: rounds decided again, rounds without enough recorded to decide, tokens."""
+
+    rounds: int
+    skipped: int
+    tokens: tuple[int, ...]
+
+
+def replay(source: str | Path | Iterable[str]) -> Replay:
+    """Decide every round of a `decode` trace again from its rows; raises TraceError at a difference.
+
+    Uniforms are derived again from seed and position. Rounds that were drawn from more ids than a trace
+    keeps are counted as skipped.
+    """
+    header, records = read_trace(source)
+    if header["kind"] != "decode":
+        raise TraceError(f"only a decode trace can be replayed; this one is {header['kind']!r}")
+    sampling = Sampling(**_sampling_fields(header["sampling"]))
+    uniforms = Uniforms(sampling.seed)
+    stop_ids = frozenset(header.get("stop_ids", ()))
+    tokens: list[int] = []
+    skipped = rounds = 0
+    for record in records:
+        rounds += 1
+        tokens.extend(record["tokens"])
+        if not sampling.greedy and any(row["chances"] is None for row in record["rows"]):
+            skipped += 1
+            continue
+        _replay_round(record, sampling, uniforms, stop_ids, rounds)
+    return Replay(rounds, skipped, tuple(tokens))
+
+
+def _sampling_fields(stored: Mapping[str, Any]) -> dict[str, Any]:
+    fields = dict(stored)
+    fields["logit_bias"] = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
+    fields["banned_tokens"] = tuple(fields.get("banned_tokens", ()))
+    return fields
+
+
+def _replay_round(
+    record: Mapping[str, Any], sampling: Sampling, uniforms: Uniforms, stop_ids: frozenset[int], number: int
+) -> None:
+    proposal = _proposal(record["proposal"])
+    rows = {row["row"]: row for row in record["rows"]}
+    decided = 0
+
+    def judge(row: int, candidates: list[int]) -> Step:
+        nonlocal decided
+        if row not in rows:
+            raise TraceError(f"round {number}: the replay reaches row {row}, which the trace never decided")
+        step = _decide(rows[row], sampling, uniforms(record["position"] + decided), proposal, candidates)
+        decided += 1
+        return step
+
+    limit = len(record["tokens"]) if record["cut"] else None
+    decision = walk(proposal, judge, stop_ids, limit)
+    for name, value in (("tokens", list(decision.tokens)), ("path", list(decision.path))):
+        if value != record[name]:
+            raise TraceError(
+                f"round {number}: the trace has {name} {record[name]}, the replay decides {value}"
+            )
+
+
+def _decide(
+    row: Mapping[str, Any], sampling: Sampling, uniform: float, proposal: Proposal, candidates: list[int]
+) -> Step:
+    drafted = proposal.tokens.tolist()
+    if sampling.greedy:
+        top = row["top"]
+        best = min(zip((-value for value in top["values"]), top["ids"], strict=True))[1]
+        return Step(best, match_child(best, candidates, drafted), 0.0)
+    if row["uniform"] != uniform:
+        raise TraceError(
+            f"row {row['row']}: the trace has uniform {row['uniform']}, seed and position give {uniform}"
+        )
+    stored = row["chances"]
+    ids = None if stored["ids"] is None else np.array(stored["ids"], np.int64)
+    chances = Distribution(ids, np.array(stored["probs"], np.float64))
+    if sampling.mode == "reject":
+        return reject_child(chances, candidates, proposal, uniform)
+    token, _ = draw(chances, uniform)
+    return Step(token, match_child(token, candidates, drafted), 0.0)
+
+
+def _proposal(stored: Mapping[str, Any]) -> Proposal:
+    q, ids = stored["q"], stored["vocab_ids"]
+    return Proposal(
+        np.array(stored["tokens"], np.int64),
+        np.array(stored["parents"], np.int64),
+        None if q is None else np.array(q, np.float32),
+        None if ids is None else np.array(ids, np.int64),
+        stored["rule"],
+    )
