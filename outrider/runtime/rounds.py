@@ -350,7 +350,7 @@ class Engine:
         return proposal
 
     def _verify(self, pending: Sequence[int], proposal: Proposal) -> tuple[Output, Float32Array]:
-        """One target forward over pending tokens and drafts; logits [1 + n, V] of the anchor and the drafts."""
+        """One target forward over pending tokens and drafts; logits [1 + n, V] of anchor and drafts."""
         n = len(proposal)
         last = len(pending) - 1
         if n == 0:

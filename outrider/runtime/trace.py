@@ -48,9 +48,11 @@ class TraceWriter:
         if kind not in _KINDS:
             raise UsageError(f"trace kind {kind!r} is not known; known: {', '.join(_KINDS)}")
         self._owned = isinstance(target, str | Path)
-        self._file: TextIO = (
-            Path(target).open("w", encoding="utf-8") if isinstance(target, str | Path) else target
-        )
+        self._file: TextIO
+        if isinstance(target, str | Path):
+            self._file = Path(target).open("w", encoding="utf-8")  # noqa: SIM115  (closed by `close`)
+        else:
+            self._file = target
         self.write({"schema_version": SCHEMA_VERSION, "kind": kind, **header})
 
     def __enter__(self) -> TraceWriter:

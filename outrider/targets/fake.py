@@ -55,7 +55,8 @@ def random_logits(
     def logits(context: tuple[int, ...]) -> Float32Array:
         key = context if order is None else context[max(0, len(context) - order) :]
         if bank is not None:
-            return bank[_digest(key, seed) % _BANK_ROWS]
+            row: Float32Array = bank[_digest(key, seed) % _BANK_ROWS]
+            return row
         if key not in cache:
             rng = np.random.default_rng([seed, *(token + 1 for token in key)])
             cache[key] = np.float32(scale) * rng.standard_normal(vocab_size, dtype=np.float32)

@@ -1,0 +1,181 @@
+"""Drafting with a small model over the same tokens (Leviathan et al., arXiv 2211.17192)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from outrider.contracts import Float32Array, Graph, Output, Proposal, Sampling
+from outrider.errors import BackendError, UsageError
+from outrider.runtime.context import common_prefix
+from outrider.runtime.sampling import Distribution, Processor, distribution, draw
+from outrider.runtime.uniforms import Uniforms
+
+__all__ = ["ModelDrafter"]
+
+
+class ModelDrafter:
+    """Drafts a chain with `graph`, processing its rows as the target's are.
+
+    `vocab_limit` is the tokenizer's size: padding ids are never drafted. Drafting stops early where the
+    draft's most likely token has less than `min_confidence`; that looks at the row before the draw, so it
+    does not bias `reject`. In `match` mode the draft draws with the target's own uniform of each position:
+    the closer the two distributions, the more often both land on the same token. In `reject` mode it
+    draws from its own stream, and q is exactly what it drew from.
+
+    When the text outgrows the draft's context, the window slides: the older half is dropped.
+    """
+
+    name = "model"
+
+    def __init__(
+        self,
+        graph: Graph,
+        vocab_limit: int | None = None,
+        min_confidence: float = 0.3,
+        prefill_chunk: int = 512,
+    ) -> None:
+        if not 0.0 <= min_confidence <= 1.0:
+            raise UsageError(f"min_confidence is {min_confidence}; it must be between 0 and 1")
+        if graph.max_context < 2:
+            raise UsageError(
+                f"a draft needs a context of at least 2 tokens; this one has {graph.max_context}"
+            )
+        self.graph = graph
+        self.vocab_limit = min(vocab_limit or graph.vocab_size, graph.vocab_size)
+        self.min_confidence = min_confidence
+        self._chunk = min(prefill_chunk, max(graph.widths) if graph.widths else prefill_chunk)
+        self._processor: Processor | None = None
+        self._uniforms = Uniforms(0)
+        self._sampling: Sampling | None = None
+        self._start = 0  # of the window: the context index of the first KV row
+        self._cached: list[int] = []  # tokens of the KV rows
+        self._source: Sequence[int] | None = None
+        self._pushed = 0  # how much of the context the penalties have seen
+        self._checked = 0  # how much of the window is known to agree with the context
+
+    def reset(self) -> None:
+        """Forget all context."""
+        self._start, self._cached, self._source, self._checked = 0, [], None, 0
+        self._processor = None
+        self.graph.truncate(0)
+
+    def backlog(self, context: Sequence[int]) -> int:
+        """How many tokens the draft must run before its first proposal; at least 1."""
+        if context is self._source:
+            return len(context) - self._start - min(self._checked, len(self._cached))
+        shared = common_prefix(self._cached, context) if self._start == 0 else 0
+        return len(context) - min(shared, len(context) - 1)
+
+    def propose(
+        self, context: Sequence[int], k: int, sampling: Sampling, rng: np.random.Generator
+    ) -> Proposal:
+        """Draft at most k tokens; fewer at low confidence, none behind an id that the draft lacks."""
+        processor = self._begin(context, sampling, k)
+        row = self._run(context[self._start + len(self._cached) :])
+        self._checked = len(self._cached)
+        k = min(k, self.graph.max_context - self._checked + 1)
+        drafted: list[int] = []
+        drawn_from: list[Distribution] = []
+        while row is not None:
+            choice = self._choose(processor.row(row), sampling, rng, len(context) + len(drafted))
+            if choice is None:
+                break
+            drafted.append(choice[0])
+            drawn_from.append(choice[1])
+            if len(drafted) == k:
+                break
+            processor.push(drafted[-1])
+            row = self._run(drafted[-1:])
+        for token in reversed(drafted[: len(self._cached) - self._checked]):
+            processor.pop(token)
+        return _chain(drafted, None if sampling.greedy or sampling.mode == "match" else drawn_from)
+
+    def observe(self, committed: Sequence[int], output: Output | None, rows: Sequence[int]) -> None:
+        """Nothing to do: the cache is compared with the context when the next draft begins."""
+
+    def _begin(self, context: Sequence[int], sampling: Sampling, k: int) -> Processor:
+        """Bring cache, window and penalties in line with the context, all but the tokens not run yet."""
+        del self._cached[self.graph.length :]
+        if context is not self._source or sampling is not self._sampling or self._processor is None:
+            prompt = getattr(context, "prompt_length", len(context))
+            self._processor = Processor(sampling, self.vocab_limit, context[:prompt])
+            self._uniforms = Uniforms(sampling.seed)
+            self._pushed = prompt
+            self._checked = 0
+            self._source, self._sampling = context, sampling
+        for token in context[self._pushed :]:
+            self._processor.push(token)
+        self._pushed = len(context)
+        known = context[self._start : self._start + len(self._cached)]
+        keep = common_prefix(self._cached, known, min(self._checked, len(known)))
+        keep = min(keep, len(context) - self._start - 1)
+        if keep <= 0 or len(context) - self._start + k - 1 > self.graph.max_context:
+            self._start = max(0, len(context) - self._window(len(context) + k - 1))
+            keep = 0
+        if keep < len(self._cached):
+            self.graph.truncate(keep)
+            del self._cached[keep:]
+        return self._processor
+
+    def _window(self, needed: int) -> int:
+        """Tokens to keep when the cache is filled anew: all that fit, or half of the context."""
+        return needed if needed <= self.graph.max_context else max(1, self.graph.max_context // 2)
+
+    def _run(self, tokens: Sequence[int]) -> Float32Array | None:
+        """Run tokens behind the cache; the logits [V] after the last, None when the draft lacks an id."""
+        if max(tokens) >= self.graph.vocab_size:
+            return None
+        output = None
+        for start in range(0, len(tokens), self._chunk):
+            chunk = tokens[start : start + self._chunk]
+            final = start + self._chunk >= len(tokens)
+            output = self.graph.forward(chunk, logits="last" if final else "none")
+            self._cached.extend(chunk)
+            self.graph.commit(range(len(chunk)))
+        if output is None or not isinstance(output.logits, np.ndarray):
+            raise BackendError("the draft returned no logits where the last row was asked for")
+        last: Float32Array = output.logits[-1]
+        return last
+
+    def _choose(
+        self, row: Float32Array, sampling: Sampling, rng: np.random.Generator, position: int
+    ) -> tuple[int, Distribution] | None:
+        """The next drafted token and what it was drawn from; None below the confidence."""
+        if sampling.greedy:
+            token = int(row.argmax())
+            sure = self.min_confidence == 0.0 or _confidence(row, token) >= self.min_confidence
+            return (token, _ONE) if sure else None
+        chances = distribution(row, sampling)
+        if chances.probs.max() < self.min_confidence:
+            return None
+        shared = sampling.mode == "match"
+        token, _ = draw(chances, self._uniforms(position) if shared else rng.random())
+        return token, chances
+
+
+_ONE = Distribution(None, np.ones(1))
+
+
+def _confidence(row: Float32Array, token: int) -> float:
+    """The probability of the most likely token, at temperature 1."""
+    return float(1.0 / np.exp(row - row[token]).sum())
+
+
+def _chain(tokens: list[int], drawn_from: list[Distribution] | None) -> Proposal:
+    """A chain proposal; q over the union of the supports, or over the whole vocabulary if one is dense."""
+    ids = np.array(tokens, np.int64)
+    parents = np.arange(-1, len(tokens) - 1)
+    if not drawn_from:
+        return Proposal(ids, parents)
+    sparse = [(chances.ids, chances.probs) for chances in drawn_from if chances.ids is not None]
+    if len(sparse) < len(drawn_from):
+        return Proposal(
+            ids, parents, np.stack([chances.probs for chances in drawn_from]).astype(np.float32), rule="iid"
+        )
+    union = np.unique(np.concatenate([support for support, _ in sparse]))
+    q = np.zeros((len(tokens), len(union)), np.float32)
+    for row, (support, probs) in zip(q, sparse, strict=True):
+        row[np.searchsorted(union, support)] = probs
+    return Proposal(ids, parents, q, union, "iid")
