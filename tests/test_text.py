@@ -146,3 +146,13 @@ def test_a_metaspace_decoder_is_read() -> None:
     backend = Backend(models.BPE(vocab={"▁a": 0, "b": 1}, merges=[]))
     backend.decoder = decoders.Metaspace()
     assert Tokenizer(backend).decode([0, 1, 0]) == backend.decode([0, 1, 0]) == "ab a"
+
+
+def test_padding_tokens_of_a_converter_do_not_count(byte_level: Tokenizer) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    backend = Backend(models.BPE(vocab={"a": 0, "b": 1, "[PAD2]": 2, "[PAD3]": 3}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    assert Tokenizer(backend).id_limit == 2
+    assert byte_level.id_limit == len(byte_level)

@@ -62,6 +62,14 @@ class Tokenizer:
     def __len__(self) -> int:
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def id_limit(self) -> int:
+        """One more than the largest id that is a token; rows from there on only pad an embedding."""
+        limit = max(len(self), *(index + 1 for index in self.special_ids), 0)
+        while limit and self.token(limit - 1) in ("", f"[PAD{limit - 1}]"):
+            limit -= 1
+        return limit
+
     def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
         """Token ids of `text`.
 
