@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -12,8 +12,17 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, UsageError
+from outrider.export.catalog import CATALOG
 from outrider.export.config import ModelConfig
+from outrider.export.fetch import Progress, fetch, sha256_of
+from outrider.export.folder import read_json, tokenizer_from_folder
+from outrider.export.gguf import GgufFile, refuse_unsupported
+from outrider.export.gguf_model import config_from_gguf, weight_map_from_gguf
+from outrider.export.gguf_tokenizer import tokenizer_from_gguf
+from outrider.export.hub import hub_folder
+from outrider.export.huggingface import config_from_json, weight_map_from_names
+from outrider.export.safetensors import SafetensorsStore, shards_of
 from outrider.export.tokenizer_files import TokenizerFiles
 from outrider.export.weights import (
     TensorStore,
@@ -27,10 +36,7 @@ from outrider.quantize.schemes import RawBlocks
 
 __all__ = ["Checkpoint", "Source", "TokenizerFiles", "open_checkpoint"]
 
-HASH_CHUNK = 1 << 20
-
-Progress = Callable[[str, int, int], None]
-"""Called as progress(what, bytes done, bytes in all) while something is downloaded."""
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,12 @@ class Checkpoint:
         return list(expected_shapes(self.config))
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """The float32 values of one tensor. Norm weights are effective multipliers. Raises CheckpointError."""
+        """The float32 values of one tensor; norm weights are effective multipliers."""
         view = self._view(name)
         return apply_view(view, self._store.tensor(view.stored))
 
     def raw(self, name: str) -> RawBlocks | None:
-        """The quantized bytes of a matrix with its rows in the decoder's order; None when it is stored as float."""
+        """The quantized bytes of a matrix, rows in the decoder's order; None when it is stored as float."""
         view = self._view(name)
         stored = self._store.raw(view.stored)
         return None if stored is None else view_raw(view, stored)
@@ -90,6 +96,21 @@ class Checkpoint:
         kind, identity, revision = self._origin
         files = {name: (sha256_of(path), path.stat().st_size) for name, path in self._paths.items()}
         return Source(kind, identity, revision, files)
+
+    def first_layers(self, count: int) -> Checkpoint:
+        """The same model cut after its first `count` layers; it shares the files, and either may close them."""
+        if not 1 <= count <= self.config.num_layers:
+            raise UsageError(f"cannot keep {count} layers of {self.config.num_layers}")
+        config = replace(self.config, num_layers=count, layer_types=self.config.layer_types[:count])
+        views = {name: self._views[name] for name in expected_shapes(config)}
+        return Checkpoint(
+            config=config,
+            views=views,
+            store=self._store,
+            tokenizer=lambda: self.tokenizer,
+            origin=self._origin,
+            paths=self._paths,
+        )
 
     def close(self) -> None:
         """Release the files. Closing twice is allowed."""
@@ -116,22 +137,57 @@ def open_checkpoint(
     mirror: str | None = None,
     progress: Progress | None = None,
 ) -> Checkpoint:
-    """Open a model by `.gguf` path, folder (config.json, *.safetensors, tokenizer.json), catalog name or hub id.
+    """Open a `.gguf` path, a folder (config.json, *.safetensors, tokenizer.json), a catalog name or a hub id.
 
-    An existing path comes first, then the catalog, then the hub. `revision` names a hub commit, branch or
-    tag. Raises CheckpointError (FetchError for downloads) saying what is wrong and what to do.
+    An existing path comes first, then the catalog, then the hub. `revision` names a commit, branch or tag
+    of a hub id and is refused for anything else. `mirror` and `progress` are those of `fetch`. Raises
+    CheckpointError (FetchError for downloads) saying what is wrong and what to do.
     """
-    path = Path(model).expanduser()
-    if path.is_file():
+    name, path = str(model), Path(model).expanduser()
+    on_hub = not path.exists() and name not in CATALOG
+    if revision is not None and not on_hub:
+        raise UsageError(f"revision {revision!r} applies to a hub id; {name!r} is none")
+    if path.is_dir():
+        return _open_folder(path, ("folder", path.resolve().name, None))
+    if path.exists():
         return _open_gguf(path, ("gguf", path.name, None))
-    raise CheckpointError(f"{str(model)!r} is neither a GGUF file nor a folder")
+    if name in CATALOG:
+        found = fetch(name, mirror=mirror, progress=progress)
+        opener = _open_folder if found.is_dir() else _open_gguf
+        return opener(found, ("catalog", name, found.name if found.is_dir() else None))
+    if not HUB_ID.fullmatch(name) or path.suffix == ".gguf":
+        raise CheckpointError(
+            f"{name!r} is no file, folder, hub id (owner/name) or catalog name; "
+            f"the catalog has: {', '.join(CATALOG)}"
+        )
+    folder, commit = hub_folder(name, revision)
+    return _open_folder(folder, ("hub", name, commit))
+
+
+def _open_folder(folder: Path, origin: tuple[str, str, str | None]) -> Checkpoint:
+    if not (folder / "config.json").is_file():
+        gguf = sorted(path.name for path in folder.glob("*.gguf"))
+        hint = f"give one of its GGUF files: {', '.join(gguf[:5])}" if gguf else "it is no model folder"
+        raise CheckpointError(f"{folder} has no config.json; {hint}")
+    config = config_from_json(read_json(folder / "config.json"), str(folder / "config.json"))
+    shards = shards_of(folder)
+    store = SafetensorsStore(shards)
+    files = [folder / name for name in ("config.json", "tokenizer.json")] + shards
+    try:
+        return Checkpoint(
+            config=config,
+            views=weight_map_from_names(store.names(), config),
+            store=store,
+            tokenizer=lambda: tokenizer_from_folder(folder),
+            origin=origin,
+            paths={path.name: path for path in files if path.is_file()},
+        )
+    except BaseException:
+        store.close()
+        raise
 
 
 def _open_gguf(path: Path, origin: tuple[str, str, str | None]) -> Checkpoint:
-    from outrider.export.gguf import GgufFile, refuse_unsupported
-    from outrider.export.gguf_model import config_from_gguf, weight_map_from_gguf
-    from outrider.export.gguf_tokenizer import tokenizer_from_gguf
-
     file = GgufFile(path)
     try:
         config = config_from_gguf(file)
@@ -147,12 +203,3 @@ def _open_gguf(path: Path, origin: tuple[str, str, str | None]) -> Checkpoint:
     except BaseException:
         file.close()
         raise
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(HASH_CHUNK):
-            digest.update(piece)
-    return digest.hexdigest()

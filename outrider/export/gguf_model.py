@@ -69,7 +69,8 @@ class _Keys:
             value = value[0]  # some writers list one equal value per layer
         if not isinstance(value, int) or value < 1:
             raise CheckpointError(
-                f"{self.file.path.name}: metadata {self.arch}.{key} is {value!r}; a positive integer is needed"
+                f"{self.file.path.name}: metadata {self.arch}.{key} is {value!r}; "
+                "a positive integer is needed"
             )
         return value
 
@@ -164,7 +165,7 @@ def _sliding(keys: _Keys, layers: int) -> dict[str, Any]:
 
 
 def _rope_scaling(file: GgufFile, keys: _Keys) -> Mapping[str, Any] | None:
-    """Frequency factors where the file stores them as tensors, else `rope.scaling.*` in Hugging Face's terms."""
+    """Frequency factors where the file stores them as tensors, else `rope.scaling.*` in the hub's terms."""
     original = keys("rope.scaling.original_context_length")
     if "rope_factors_long.weight" in file.tensors:
         scaling: dict[str, Any] = {

@@ -79,12 +79,12 @@ def _files(
 ) -> TokenizerFiles:
     special = {token: index for index, token in enumerate(tokens) if types[index] == CONTROL}
     bos_id = _id(metadata, "bos_token_id", len(tokens))
-    default_add_bos = metadata["tokenizer.ggml.model"] == "llama"
+    llama = metadata["tokenizer.ggml.model"] == "llama" or _pre(metadata) == "llama-bpe"
     return TokenizerFiles(
         tokenizer_json=tokenizer_json,
         chat_template=metadata.get("tokenizer.chat_template"),
         bos_id=bos_id,
-        add_bos=bos_id is not None and bool(metadata.get("tokenizer.ggml.add_bos_token", default_add_bos)),
+        add_bos=bos_id is not None and bool(metadata.get("tokenizer.ggml.add_bos_token", llama)),
         eos_ids=known_end_ids(special, (_id(metadata, key, len(tokens)) for key in END_KEYS)),
         vocab_size=len(tokens),
         pad_id=_id(metadata, "padding_token_id", len(tokens)),
@@ -124,6 +124,11 @@ def _added_tokens(tokens: Sequence[str], types: Sequence[int]) -> Iterator[Json]
             }
 
 
+def _pre(metadata: Mapping[str, Any]) -> str:
+    name = str(metadata.get("tokenizer.ggml.pre"))
+    return ALIASES.get(name, name)
+
+
 def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Json:
     return {
         "type": "BPE",
@@ -141,10 +146,9 @@ def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -
 
 
 def _byte_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Json:
-    pre = metadata.get("tokenizer.ggml.pre")
-    name = ALIASES.get(str(pre), str(pre))
+    name = _pre(metadata)
     if name not in PRE_TOKENIZERS:
-        raise TokenizerError(f"pre-tokenizer {pre!r} is unknown; known: {', '.join(PRE_TOKENIZERS)}")
+        raise TokenizerError(f"pre-tokenizer {name!r} is unknown; known: {', '.join(PRE_TOKENIZERS)}")
     vocab = {token: index for index, token in enumerate(tokens)}
     merges: list[tuple[str, str]] = []
     for merge in _list(metadata, "merges", str):

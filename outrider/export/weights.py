@@ -121,7 +121,7 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_shapes(config: ModelConfig, views: Mapping[str, View], store: TensorStore, where: str) -> None:
-    """Raise CheckpointError when a tensor is missing, left over or of another shape than the configuration says.
+    """Raise CheckpointError when a tensor is missing, left over or of another shape than expected.
 
     A tensor that the decoder would ignore is refused too: it would change what the model computes.
     """

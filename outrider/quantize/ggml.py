@@ -24,6 +24,7 @@ from outrider.quantize.schemes import RawBlocks
 __all__ = ["GGML_TYPES", "SUPPORTED_TYPES", "Blocks", "GgmlType", "blocks", "dequantize", "type_by_id"]
 
 Bytes = NDArray[np.uint8]
+FIFTH = np.uint8(4)  # the place of the fifth bit of a code
 ROWS_BYTES = 32 << 20  # float32 bytes decoded at a time, so that intermediates stay small
 
 
@@ -174,7 +175,7 @@ def _nibbles(data: Bytes) -> Bytes:
 
 def _fifth_bits(data: Bytes) -> Bytes:
     """[n, 4] bytes -> [n, 32] of 0 or 16: bit i belongs to element i."""
-    return np.unpackbits(data, axis=-1, bitorder="little") << 4
+    return np.unpackbits(data, axis=-1, bitorder="little") << FIFTH
 
 
 def _q4_0(b: Bytes) -> Blocks:
@@ -195,7 +196,7 @@ def _q5_1(b: Bytes) -> Blocks:
 
 
 def _q8_0(b: Bytes) -> Blocks:
-    return Blocks(b[:, 2:] ^ 0x80, _half(b[:, :2]), None, 128)  # two's complement -> excess 128
+    return Blocks(b[:, 2:] ^ np.uint8(128), _half(b[:, :2]), None, 128)  # two's complement -> excess 128
 
 
 def _k_scales(b: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -219,16 +220,16 @@ def _q5_k(b: Bytes) -> Blocks:
     scales, minimums = _k_scales(b)
     codes = _nibbles(b[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     bit = np.arange(8, dtype=np.uint8)[:, None]  # bit i of byte l is the fifth bit of element l of block i
-    codes |= (b[:, None, 16:48] >> bit & 1) << 4
+    codes |= (b[:, None, 16:48] >> bit & np.uint8(1)) << FIFTH
     return Blocks(codes, scales, minimums, 0)
 
 
 def _q6_k(b: Bytes) -> Blocks:
     low = _nibbles(b[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)  # halves of 4 x 32 elements
     shift = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    high = b[:, 128:192].reshape(-1, 2, 1, 32) >> shift & 3
+    high = b[:, 128:192].reshape(-1, 2, 1, 32) >> shift & np.uint8(3)
     scales = _half(b[:, 208:210]) * np.ascontiguousarray(b[:, 192:208]).view(np.int8)
-    return Blocks((low | high << 4).reshape(-1, 16), scales, None, 32)
+    return Blocks((low | high << FIFTH).reshape(-1, 16), scales, None, 32)
 
 
 _FLOATS: dict[str, Callable[[Bytes], NDArray[np.float32]]] = {
