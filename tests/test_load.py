@@ -1,0 +1,256 @@
+"""Loading places every role on the first graph that can run here, and says why others were passed over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outrider
+from outrider.contracts import Graph
+from outrider.errors import BackendError, BundleError, UsageError
+from outrider.manifest import (
+    GraphEntry,
+    KvEntry,
+    Manifest,
+    RoleEntry,
+    TokenizerEntry,
+    describe_file,
+    read_manifest,
+    token_map_hash,
+    write_manifest,
+)
+from outrider.runtime import load as loading
+from outrider.runtime.load import RoleOptions
+from outrider.targets.fake import FakeGraph
+
+VOCAB = 328
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+def graph_entry(folder: Path, name: str, backend: str = "fake", **changes: Any) -> GraphEntry:
+    (folder / name).write_bytes(name.encode())
+    entry = GraphEntry(
+        backend=backend,
+        unit="cpu",
+        profile="inplace",
+        files={name: describe_file(folder / name)},
+        widths=None,
+        prefill_width=32,
+        kv=KvEntry("float32", "BHSD", 1, 1, 8),
+        max_context=200,
+        vocab_size=VOCAB,
+        recipe="none",
+    )
+    return replace(entry, **changes)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, byte_level_bpe: Any) -> Path:
+    """A bundle of a target and its draft, both run by the fake backend."""
+    (tmp_path / "tokenizer.json").write_text(byte_level_bpe.to_str())
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    target = graph_entry(tmp_path, "target.bin")
+    draft = graph_entry(tmp_path, "draft.bin", target_sha256=target.files["target.bin"].sha256)
+    tokenizer = TokenizerEntry(
+        hash=token_map_hash(json.loads(byte_level_bpe.to_str())),
+        files={name: describe_file(tmp_path / name) for name in ("tokenizer.json", "chat.jinja")},
+        eos_ids=(0,),
+        bos_id=1,
+        chat_template="chat.jinja",
+    )
+    roles = {"target": RoleEntry((target,)), "draft": RoleEntry((draft,))}
+    write_manifest(tmp_path, Manifest("0", (), roles, tokenizer, 200, "host"))
+    return tmp_path
+
+
+Opened = list[tuple[str, RoleOptions, FakeGraph]]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """What the fake backend opened, with what options."""
+    calls: Opened = []
+
+    def open_fake(folder: Any, entry: GraphEntry, options: RoleOptions, max_context: int | None) -> Graph:
+        graph = FakeGraph(entry.vocab_size, min(max_context or 9999, entry.max_context), seed=3)
+        calls.append((entry.path, options, graph))
+        return graph
+
+    def open_broken(*_: Any) -> Graph:
+        raise BackendError("there is no such chip")
+
+    monkeypatch.setitem(loading.BACKENDS, "fake", open_fake)
+    monkeypatch.setitem(loading.BACKENDS, "broken", open_broken)
+    return calls
+
+
+def edit(bundle: Path, change: Callable[[Manifest], Mapping[str, Any]]) -> None:
+    manifest = read_manifest(bundle)
+    write_manifest(bundle, replace(manifest, **change(manifest)))
+
+
+def with_targets(bundle: Path, *graphs: GraphEntry) -> None:
+    edit(bundle, lambda m: {"roles": {**m.roles, "target": RoleEntry((*m.roles["target"].graphs, *graphs))}})
+
+
+def test_a_bundle_generates_and_chats(bundle: Path, opened: Opened) -> None:
+    with outrider.load(bundle) as pipeline:
+        result = pipeline.generate("the fox", max_tokens=12, ignore_eos=True)
+        assert len(result.tokens) == 12
+        assert pipeline.drafters == ("lookup", "model")
+        tokens = pipeline.chat_tokens([{"role": "user", "content": "Hi"}])
+        assert pipeline.tokenizer.decode(tokens, skip_special=False) == "<|start|>user:Hi<|end|>"
+        assert pipeline.manifest == read_manifest(bundle)
+    assert [graph.closed for _, _, graph in opened] == [True, True]
+
+
+def test_the_text_is_the_same_with_every_drafter(bundle: Path, opened: Opened) -> None:
+    options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    with outrider.load(bundle) as pipeline, outrider.load(bundle, draft=False) as alone:
+        plain = alone.generate("the fox", drafter=None, **options)
+        for drafter in ("auto", "lookup", "model"):
+            assert pipeline.generate("the fox", drafter=drafter, k=3, **options).tokens == plain.tokens
+        assert pipeline.generate("the fox", drafter="model", k=3, **options).stats.accepted > 0
+        assert alone.drafters == ("lookup",)
+
+
+def test_ids_that_pad_the_vocabulary_are_never_chosen(bundle: Path, opened: Opened) -> None:
+    with outrider.load(bundle) as pipeline:
+        assert pipeline.engine.vocab_limit == pipeline.tokenizer.id_limit < VOCAB
+
+
+def test_the_first_graph_by_preference_that_can_run_is_taken(bundle: Path, opened: Opened) -> None:
+    with_targets(
+        bundle,
+        graph_entry(bundle, "npu.bin", backend="broken", preference=-2),
+        graph_entry(bundle, "new.bin", backend="quantum", preference=-1),
+        graph_entry(bundle, "late.bin", preference=5),
+    )
+    with outrider.load(bundle) as pipeline:
+        target, draft = pipeline.placement
+    assert (target.path, draft.path) == ("target.bin", "draft.bin")
+    assert target.passed_over == (
+        "npu.bin (broken, cpu): there is no such chip",
+        "new.bin (quantum, cpu): this outrider has no backend 'quantum'; known: onnxruntime, fake, broken",
+    )
+    assert "passed over npu.bin" in str(target)
+    assert draft.passed_over == ()
+
+
+def test_a_backend_can_be_asked_for(bundle: Path, opened: Opened) -> None:
+    with_targets(bundle, graph_entry(bundle, "first.bin", backend="broken", preference=-1))
+    with outrider.load(bundle, target_backend="fake") as pipeline:
+        assert pipeline.placement[0].passed_over == (
+            "first.bin (broken, cpu): the backend 'fake' was asked for",
+        )
+    with pytest.raises(BackendError, match=r"no graph of the target.*no such chip.*'broken' was asked for"):
+        outrider.load(bundle, target_backend="broken")
+    with pytest.raises(UsageError, match="unknown backend 'tpu'; known: onnxruntime"):
+        outrider.load(bundle, draft_backend="tpu")
+
+
+def test_a_failed_load_closes_what_it_opened(bundle: Path, opened: Opened) -> None:
+    draft = graph_entry(bundle, "draft.bin", backend="broken")
+    edit(bundle, lambda m: {"roles": {**m.roles, "draft": RoleEntry((draft,))}})
+    with pytest.raises(
+        BackendError, match=r"no graph of the draft can run here; draft=False decodes without"
+    ):
+        outrider.load(bundle)
+    assert [(path, graph.closed) for path, _, graph in opened] == [("target.bin", True)]
+    with outrider.load(bundle, draft=False) as pipeline:
+        assert len(pipeline.placement) == 1
+
+
+def test_options_reach_the_role_that_they_name(bundle: Path, opened: Opened) -> None:
+    options = {
+        "target_providers": ["A"],
+        "target_provider_options": {"A": {"x": 1}},
+        "draft_providers": ["B"],
+    }
+    with outrider.load(bundle, threads=2, **options):  # type: ignore[arg-type]
+        pass
+    assert [call[1] for call in opened] == [
+        RoleOptions(None, ["A"], {"A": {"x": 1}}, 2),
+        RoleOptions(None, ["B"], None, 2),
+    ]
+
+
+def test_options_for_a_draft_that_is_not_loaded_are_refused(bundle: Path, opened: Opened) -> None:
+    with pytest.raises(UsageError, match="draft_providers was given, but draft=False"):
+        outrider.load(bundle, draft=False, draft_providers=["CPUExecutionProvider"])
+    edit(bundle, lambda m: {"roles": {"target": m.roles["target"]}})
+    with pytest.raises(UsageError, match="draft_backend was given, but the bundle has no draft model"):
+        outrider.load(bundle, draft_backend="fake")
+    with outrider.load(bundle) as pipeline:
+        assert pipeline.drafters == ("lookup",)
+
+
+def test_a_smaller_context_can_be_asked_for(bundle: Path, opened: Opened) -> None:
+    with outrider.load(bundle, max_context=64) as pipeline:
+        assert pipeline.engine.target.max_context == 64
+    for wrong in (1, 201):
+        with pytest.raises(
+            UsageError, match=f"max_context is {wrong}; this bundle was exported for 2 to 200"
+        ):
+            outrider.load(bundle, max_context=wrong)
+
+
+def test_other_impossible_options_are_refused(bundle: Path, opened: Opened) -> None:
+    with pytest.raises(UsageError, match="threads is 0"):
+        outrider.load(bundle, threads=0)
+    with pytest.raises(UsageError, match="verify is 'none'; known: size, full"):
+        outrider.load(bundle, verify="none")  # type: ignore[arg-type]
+
+
+def test_a_changed_file_is_found_by_size_or_by_the_full_check(bundle: Path, opened: Opened) -> None:
+    (bundle / "target.bin").write_bytes(b"TARGET.BIN")
+    outrider.load(bundle).close()
+    with pytest.raises(BundleError, match=r"'target\.bin' has sha256"):
+        outrider.load(bundle, verify="full")
+    (bundle / "target.bin").write_bytes(b"short")
+    with pytest.raises(BundleError, match=r"'target\.bin' has 5 bytes"):
+        outrider.load(bundle)
+
+
+def test_a_token_map_of_another_model_is_found_by_the_full_check(bundle: Path, opened: Opened) -> None:
+    edit(bundle, lambda m: {"tokenizer": replace(m.tokenizer, hash="0" * 64)})
+    with pytest.raises(BundleError, match="token map"):
+        outrider.load(bundle, verify="full")
+
+
+def test_a_draft_made_for_another_target_is_refused(bundle: Path, opened: Opened) -> None:
+    draft = graph_entry(bundle, "draft.bin", target_sha256="f" * 64)
+    edit(bundle, lambda m: {"roles": {**m.roles, "draft": RoleEntry((draft,))}})
+    with pytest.raises(BundleError, match=r"draft\.bin, the draft, was made for the target with sha256 fff"):
+        outrider.load(bundle)
+
+
+def test_a_folder_that_is_no_bundle_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"manifest\.json does not exist"):
+        outrider.load(tmp_path / "nowhere")
+
+
+def test_a_file_that_onnxruntime_cannot_read_is_passed_over_with_its_reason(bundle: Path) -> None:
+    entry = graph_entry(bundle, "target.bin", backend="onnxruntime")
+    described = replace(entry, options={"hidden_size": 8, "masks": ["full"], "sliding_window": None})
+    edit(bundle, lambda m: {"roles": {"target": RoleEntry((described,))}})
+    with pytest.raises(BackendError, match=r"no graph of the target can run here\. target\.bin"):
+        outrider.load(bundle)
+    with pytest.raises(BackendError, match="execution provider NoProvider is not in this ONNX Runtime"):
+        outrider.load(bundle, target_providers=["NoProvider"])
+    with pytest.raises(UsageError, match="provider options for 'Other', which is not among CPUExecution"):
+        outrider.load(bundle, target_provider_options={"Other": {}})
+
+
+def test_a_cache_of_fixed_length_cannot_be_shortened(bundle: Path) -> None:
+    entry = graph_entry(bundle, "target.bin", backend="onnxruntime", profile="split", widths=(1, 4))
+    edit(bundle, lambda m: {"roles": {"target": RoleEntry((entry,))}})
+    with pytest.raises(
+        UsageError, match=r"max_context is 64, but target\.bin has a cache of fixed length 200"
+    ):
+        outrider.load(bundle, max_context=64)
