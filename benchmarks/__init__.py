@@ -1,0 +1,1 @@
+"""Measurements of Outrider, side by side with its peers; see benchmarks/README.md."""

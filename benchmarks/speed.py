@@ -1,0 +1,285 @@
+"""Plain greedy decoding of Outrider, llama.cpp and onnxruntime-genai, side by side in one run.
+
+    python -m benchmarks.speed [--bundle DIR] [--gguf MODEL.gguf] [--genai DIR ...]
+
+Every engine lives in its own process with the same number of threads, and decodes the same prompt to the
+same number of tokens. The processes take turns (ours, llama.cpp, genai, ours, ...), one at a time, in an
+order that reverses every other repeat. A ratio is taken within a repeat, so that a slow moment of the
+machine falls on both of its sides. Medians and their intervals are over repeats; the first repeat warms
+up and is not counted.
+
+What is not given is fetched, exported and built first, so that `python -m benchmarks.speed` alone works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import PEERS, build_genai, install, peers_python
+from benchmarks.summary import Median, describe, machine, markdown_table, median_interval
+
+__all__ = ["Row", "Worker", "measure", "rows"]
+
+PROMPT = (
+    "Here is a long and detailed explanation of how the water cycle works, written for a curious child. "
+    "It covers evaporation, condensation, rain, rivers and the sea, one after another.\n\n"
+    "Once upon a time there was a little drop of water that lived in the sea. One sunny morning"
+)
+OURS = "outrider"
+
+
+class Worker:
+    """An engine in a process of its own (`worker.py`), asked over a pipe."""
+
+    def __init__(self, engine: str, python: Path, model: Path, threads: int, env: Mapping[str, str]) -> None:
+        self._name = f"{engine} on {model.name}"
+        script = Path(__file__).with_name("worker.py")
+        command = [python, script, engine, model, "--threads", str(threads)]
+        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `close`)
+        self._process = subprocess.Popen(
+            [str(part) for part in command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+            env={**os.environ, **env},
+        )
+        self.load_s = float(self._answer()["load_s"])
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one request and wait for its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._complaints.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._complaints.seek(0)
+            raise SystemExit(f"{self._name} ended:\n{self._complaints.read()[-2000:]}")
+        return dict(json.loads(line))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine: ms per decoded token, and how many times faster Outrider was in the same repeats."""
+
+    engine: str
+    ms_per_token: Median
+    tokens_per_s: float
+    ours_faster: Median | None
+    prompt_tokens: int
+    tokens: int
+    prompt_ms: float
+    load_s: float
+    resident_mb: float | None
+
+
+def measure(
+    workers: Mapping[str, Worker], request: Mapping[str, Any], repeats: int, pause_s: float
+) -> list[dict[str, dict[str, Any]]]:
+    """Ask every worker in turn, `repeats` times after one warm-up; one dict of answers per repeat."""
+    names = list(workers)
+    answers: list[dict[str, dict[str, Any]]] = []
+    for repeat in range(repeats + 1):
+        order = names if repeat % 2 == 0 else names[::-1]
+        one: dict[str, dict[str, Any]] = {}
+        for name in order:
+            time.sleep(pause_s)
+            one[name] = workers[name].ask(request)
+        answers.append(one)
+        shown = ", ".join(f"{name} {_ms(one[name]):.2f}" for name in names)
+        print(f"{'warm-up' if repeat == 0 else f'repeat {repeat}'}: {shown} ms/token", file=sys.stderr)
+    return answers[1:]
+
+
+def _ms(answer: Mapping[str, Any]) -> float:
+    return 1e3 * float(answer["decode_s"]) / max(1, int(answer["tokens"]) - 1)
+
+
+def rows(answers: Sequence[Mapping[str, Mapping[str, Any]]], load_s: Mapping[str, float]) -> list[Row]:
+    """One row an engine."""
+    table = []
+    for name, load in load_s.items():
+        mine = [one[name] for one in answers]
+        per_token = median_interval([_ms(answer) for answer in mine])
+        ratios = [_ms(one[name]) / _ms(one[OURS]) for one in answers if OURS in one]
+        last = mine[-1]
+        table.append(
+            Row(
+                engine=name,
+                ms_per_token=per_token,
+                tokens_per_s=1e3 / per_token.value,
+                ours_faster=median_interval(ratios) if ratios and name != OURS else None,
+                prompt_tokens=int(last["prompt_tokens"]),
+                tokens=int(last["tokens"]),
+                prompt_ms=median_interval([1e3 * float(answer["prompt_s"]) for answer in mine]).value,
+                load_s=load,
+                resident_mb=last["resident_mb"],
+            )
+        )
+    return table
+
+
+def format_table(table: Sequence[Row]) -> str:
+    """The rows as Markdown."""
+    head = [
+        "engine",
+        "ms/token",
+        "tok/s",
+        "ours is faster by",
+        "prompt",
+        "tokens",
+        "prompt ms",
+        "load s",
+        "RSS MB",
+    ]
+    body = [
+        [
+            row.engine,
+            f"{row.ms_per_token:.2f}",
+            f"{row.tokens_per_s:.1f}",
+            f"{row.ours_faster:.2f} x" if row.ours_faster else "-",
+            str(row.prompt_tokens),
+            str(row.tokens),
+            f"{row.prompt_ms:.0f}",
+            f"{row.load_s:.2f}",
+            "-" if row.resident_mb is None else f"{row.resident_mb:.0f}",
+        ]
+        for row in table
+    ]
+    return markdown_table(head, body)
+
+
+def _complaints(table: Sequence[Row]) -> list[str]:
+    """What makes the rows less than comparable."""
+    notes = []
+    if len({row.tokens for row in table}) > 1:
+        notes.append("the engines did not decode the same number of tokens; choose another --prompt")
+    if len({row.prompt_tokens for row in table}) > 1:
+        notes.append("the engines did not see the same number of prompt tokens")
+    return notes
+
+
+def _encode(bundle: Path | None, genai: Sequence[Path], text: str) -> list[int]:
+    """The prompt's token ids, from the tokenizer.json of our bundle or else of a genai folder."""
+    from tokenizers import Tokenizer
+
+    for folder in [bundle, *genai]:
+        found = sorted(folder.rglob("tokenizer.json")) if folder else []
+        if found:
+            return [
+                int(i) for i in Tokenizer.from_file(str(found[0])).encode(text, add_special_tokens=False).ids
+            ]
+    raise SystemExit("no tokenizer.json; give --bundle or --genai")
+
+
+def _workers(options: argparse.Namespace) -> dict[str, Worker]:
+    python = peers_python(options.peers)
+    env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if options.huge_pages else {}
+    wanted: list[tuple[str, str, Path, Path]] = []
+    if options.bundle and OURS not in options.skip:
+        wanted.append((OURS, "outrider", Path(sys.executable), options.bundle))
+    if options.gguf and "llama.cpp" not in options.skip:
+        wanted.append(("llama.cpp", "llama.cpp", python, options.gguf))
+    wanted += [(f"genai {folder.name}", "genai", python, folder) for folder in options.genai]
+    workers: dict[str, Worker] = {}
+    try:
+        for name, engine, interpreter, model in wanted:
+            workers[name] = Worker(engine, interpreter, model, options.threads, env)
+    except BaseException:
+        for worker in workers.values():
+            worker.close()
+        raise
+    return workers
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m-q4_1", help="catalog name, for what is not given")
+    parser.add_argument("--bundle", type=Path, help="our bundle (default: exported from the GGUF file)")
+    parser.add_argument("--export-options", default="", help="for that export, as '--precision int4 ...'")
+    parser.add_argument("--gguf", type=Path, help="the GGUF file (default: fetched)")
+    parser.add_argument("--genai", type=Path, nargs="*", help="folders made by `benchmarks.peers build`")
+    parser.add_argument("--genai-blocks", type=int, nargs="*", default=[32, 64], help="else built here")
+    parser.add_argument("--work", type=Path, default=Path("build/bench"), help="folder for all of these")
+    parser.add_argument("--peers", type=Path, default=PEERS, help="the peers' virtual environment")
+    parser.add_argument("--skip", nargs="*", default=[], choices=[OURS, "llama.cpp", "genai"])
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--pause", type=float, default=0.3, help="seconds between engines")
+    parser.add_argument("--huge-pages", action="store_true", help="glibc's huge pages, for every engine")
+    parser.add_argument("--json", type=Path, help="also write everything measured to this file")
+    return parser
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    """Fetch, export and build what was not given and is not there yet."""
+    folder = options.work / (options.gguf.stem if options.gguf else options.model)
+    folder.mkdir(parents=True, exist_ok=True)
+    if options.gguf is None and (options.bundle is None or "llama.cpp" not in options.skip):
+        from outrider.export.fetch import fetch
+
+        options.gguf = fetch(options.model)
+    if options.bundle is None and OURS not in options.skip:
+        options.bundle = folder / "bundle"
+        if not (options.bundle / "manifest.json").exists():
+            command = [sys.executable, "-m", "outrider", "export", "--model", str(options.gguf)]
+            command += ["-o", str(options.bundle), *shlex.split(options.export_options)]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+    if options.genai is None:
+        blocks = [] if "genai" in options.skip else options.genai_blocks
+        python = install(options.peers) if blocks else peers_python(options.peers)
+        options.genai = [build_genai(options.gguf, folder / f"genai{n}", n, python) for n in blocks]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; exit code 1 when the rows are not comparable."""
+    options = _parser().parse_args(arguments)
+    _prepare(options)
+    before = machine()
+    ids = _encode(options.bundle, options.genai, options.prompt)
+    workers = _workers(options)
+    try:
+        request = {"tokens": ids, "max_tokens": options.max_tokens}
+        answers = measure(workers, request, options.repeats, options.pause)
+        table = rows(answers, {name: worker.load_s for name, worker in workers.items()})
+    finally:
+        for worker in workers.values():
+            worker.close()
+    notes = _complaints(table)
+    print(format_table(table))
+    print(f"\n{describe(before)}; {options.threads} threads each; median [interval] of {options.repeats}")
+    print("".join(f"note: {note}\n" for note in notes), end="")
+    if options.json:
+        record = {"machine": before, "rows": [asdict(row) for row in table], "samples": answers}
+        options.json.write_text(json.dumps({**record, "notes": notes}, indent=1))
+    return 1 if notes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
