@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from outrider.cli.options import ProgressBar, json_option, print_json
+from outrider.quantize.recipes import format_scheme
 
 if TYPE_CHECKING:
+    from outrider.export.bind import SlotReport
     from outrider.export.bundle import ExportReport
 
 __all__ = ["command"]
@@ -85,11 +88,31 @@ def describe(report: ExportReport) -> str:
     """The report of an export as text."""
     lines = [f"wrote {report.output}"]
     for role, graph in report.graphs.items():
-        lines += [f"\n{role}:", graph.table()]
+        lines += [f"\n{role}:", *slot_table(graph.slots)]
     for role, quality in report.quality.items():
         lines.append(f"\n{role} against its float reference:" if role != "pair" else "\npair:")
         lines += [f"  {name:32} {_number(value)}" for name, value in quality.items()]
     return "\n".join(lines)
+
+
+def slot_table(slots: Sequence[SlotReport]) -> list[str]:
+    """What became of the weights, one line for the slots of one kind and scheme."""
+    groups: dict[tuple[str, str], list[SlotReport]] = {}
+    for slot in slots:
+        kind = slot.slot.rpartition(".")[2]
+        groups.setdefault((kind, format_scheme(slot.scheme)), []).append(slot)
+    lines = [f"  {'weights':10} {'n':>3} {'scheme':22} {'MB before':>9} {'after':>7} {'rel. error':>10}"]
+    for (kind, scheme), members in groups.items():
+        before, after = (
+            sum(getattr(m, name) for m in members) / 1e6 for name in ("before_bytes", "after_bytes")
+        )
+        error = sum(m.relative_error for m in members) / len(members)
+        carried = sum(m.carried for m in members)
+        notes = [f"{carried} carried over"] if carried else []
+        notes += sorted({m.note for m in members if m.note})
+        line = f"  {kind:10} {len(members):3} {scheme:22} {before:9.1f} {after:7.1f} {error:10.4f}  "
+        lines.append((line + "; ".join(notes)).rstrip())
+    return lines
 
 
 def _number(value: Any) -> str:

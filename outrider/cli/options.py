@@ -35,7 +35,7 @@ bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json_text", is_flag=True, help="Print JSON instead of text.")
 
 _LOADING = [
-    click.option("--threads", type=click.IntRange(min=1), help="Threads of a graph; default: the cores here."),
+    click.option("--threads", type=click.IntRange(min=1), help="Threads of a graph; default: all cores."),
     click.option(
         "--target-provider", multiple=True, help="ONNX Runtime execution provider of the target, in order."
     ),

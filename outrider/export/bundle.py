@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import ExportError, TokenizerMismatch, UsageError
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
+from outrider.export.checkpoint import Source as CheckpointSource
+from outrider.export.slots import SlotWeights
 from outrider.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -44,6 +46,11 @@ __all__ = ["DEVICES", "ExportOptions", "ExportReport", "RoleOptions", "export_bu
 
 DEVICES = ("host",)
 PREFILL_WIDTH = 512
+BACKEND_ONLY = (
+    "hidden_size",
+    "masks",
+    "sliding_window",
+)  # of a graph's description; the manifest has the rest
 Progress = Callable[[str, float], None]  # stage, fraction done
 
 
@@ -102,13 +109,13 @@ class ExportReport:
 
 
 def export_bundle(options: ExportOptions, progress: Progress | None = None) -> ExportReport:
-    """Export a bundle. Raises OutriderError with what to do; on any error the destination is left as it was."""
+    """Export a bundle. Raises OutriderError with what to do; on an error the destination stays as it was."""
     roles = {"target": options.target, **({"draft": options.draft} if options.draft else {})}
     recipes = {role: role_options.recipe(role) for role, role_options in roles.items()}
     with ExitStack() as stack:
         folder = stack.enter_context(_fresh_folder(options.output, options.force))
-        checkpoints = {
-            role: stack.enter_context(_open(role_options, options.mirror))
+        checkpoints: dict[str, Checkpoint | FirstLayers] = {
+            role: stack.enter_context(closing(_open(role_options, options.mirror)))
             for role, role_options in roles.items()
         }
         if "draft" in checkpoints:
@@ -141,15 +148,36 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> E
     return report
 
 
+class FirstLayers:
+    """A checkpoint cut to its first layers, with the norm and head of the whole: a draft without training."""
+
+    def __init__(self, checkpoint: Checkpoint, layers: int) -> None:
+        config = checkpoint.config
+        kinds = config.layer_types[:layers]
+        self.config = replace(config, num_layers=layers, layer_types=kinds)
+        self.tensor, self.raw, self.close = checkpoint.tensor, checkpoint.raw, checkpoint.close
+        self._whole = checkpoint
+
+    @property
+    def tokenizer(self) -> TokenizerFiles:
+        """The tokenizer of the whole."""
+        return self._whole.tokenizer
+
+    @property
+    def source(self) -> CheckpointSource:
+        """Where the whole came from."""
+        return self._whole.source
+
+
 def refuse_mismatch(target: TokenizerFiles, draft: TokenizerFiles) -> None:
     """Raise TokenizerMismatch naming the first id that the two tokenizers give to different tokens."""
     difference = first_differing_id(json.loads(target.tokenizer_json), json.loads(draft.tokenizer_json))
     if difference is not None:
         index, ours, theirs = difference
         raise TokenizerMismatch(
-            f"target and draft have different tokenizers: id {index} is {ours!r} in the target and {theirs!r} "
-            "in the draft. A draft must share the target's tokenizer; without --draft-model the bundle "
-            "drafts by lookup"
+            f"target and draft have different tokenizers: id {index} is {ours!r} in the target and "
+            f"{theirs!r} in the draft. A draft must share the target's tokenizer; without --draft-model "
+            "the bundle drafts by lookup"
         )
 
 
@@ -186,11 +214,13 @@ def _refuse_existing(output: Path, force: bool) -> None:
 
 def _disk_error(error: OSError, output: Path) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ExportError(f"the disk of {output.parent} is full; nothing was written. Free space, then again")
+        return ExportError(
+            f"the disk of {output.parent} is full; nothing was written. Free space, then again"
+        )
     return ExportError(f"writing the bundle failed: {error}; nothing was written")
 
 
-def _open(role: RoleOptions, mirror: str | None) -> Checkpoint:
+def _open(role: RoleOptions, mirror: str | None) -> Checkpoint | FirstLayers:
     checkpoint = open_checkpoint(role.model, revision=role.revision, mirror=mirror)
     if role.layers is None:
         return checkpoint
@@ -198,10 +228,10 @@ def _open(role: RoleOptions, mirror: str | None) -> Checkpoint:
         layers = checkpoint.config.num_layers
         checkpoint.close()
         raise UsageError(f"{role.model} has {layers} layers; it cannot be cut to {role.layers}")
-    return checkpoint.first_layers(role.layers)
+    return FirstLayers(checkpoint, role.layers)
 
 
-def _check_context(checkpoint: Checkpoint, max_context: int) -> None:
+def _check_context(checkpoint: Checkpoint | FirstLayers, max_context: int) -> None:
     trained = checkpoint.config.max_position
     if max_context > trained:
         raise UsageError(f"max_context is {max_context}; the model was made for {trained} positions")
@@ -223,7 +253,7 @@ def _write_tokenizer(folder: Path, tokenizer: TokenizerFiles) -> TokenizerEntry:
     )
 
 
-def _source(role: str, checkpoint: Checkpoint) -> Source:
+def _source(role: str, checkpoint: Checkpoint | FirstLayers) -> Source:
     source = checkpoint.source
     hashes = {name: sha256 for name, (sha256, _) in source.files.items()}
     return Source(role, source.id, source.revision, hashes)
@@ -232,7 +262,7 @@ def _source(role: str, checkpoint: Checkpoint) -> Source:
 def _export_role(
     folder: Path,
     role: str,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | FirstLayers,
     recipe: Recipe,
     options: ExportOptions,
     progress: Progress | None,
@@ -241,30 +271,31 @@ def _export_role(
 
     place = folder / role
     place.mkdir()
+    config = checkpoint.config
     report = export_graph(
-        checkpoint,
+        config,
+        SlotWeights(checkpoint),
         recipe,
         options.profile,
-        place,
+        place / "graph.onnx",
         max_context=options.max_context,
         widths=options.widths,
         hidden_layers=options.hidden_layers if role == "target" else (),
-        progress=(lambda stage, part: progress(f"{role}: {stage}", part)) if progress else None,
+        progress=lambda _, done, total: progress(f"{role}: quantize", done / total) if progress else None,
     )
-    config = checkpoint.config
     entry = GraphEntry(
         backend="onnxruntime",
         unit="cpu",
         profile=options.profile,
-        files={f"{role}/{name}": describe_file(place / name) for name in report.files},
+        files={f"{role}/{path.name}": describe_file(path) for path in report.files},
         widths=options.widths or None,
         prefill_width=max(options.widths) if options.widths else PREFILL_WIDTH,
         kv=KvEntry("float32", "BHSD", config.num_layers, config.num_kv_heads, config.head_dim),
         max_context=options.max_context,
         vocab_size=config.vocab_size,
         recipe=recipe.name,
-        hidden_layers=report.hidden_layers,
-        options=report.options,
+        hidden_layers=tuple(report.meta["hidden_layers"]),
+        options={name: report.meta[name] for name in BACKEND_ONLY},
     )
     return entry, report
 
@@ -277,5 +308,3 @@ def _name_target(entries: Mapping[str, RoleEntry]) -> dict[str, RoleEntry]:
         graphs = tuple(replace(graph, target_sha256=target.sha256) for graph in named["draft"].graphs)
         named["draft"] = RoleEntry(graphs)
     return named
-
-

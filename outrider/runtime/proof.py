@@ -1,0 +1,122 @@
+"""What can be proven about one graph: its logits against the float reference, and row independence.
+
+Pure functions over a `Graph`; `check.py` applies them to a bundle. A verify row may depend only on the
+committed prefix and its own ancestors; a graph whose rows feel later rows is not a lossless target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from outrider.contracts import Float32Array, Graph, IntArray
+
+__all__ = ["Agreement", "RowIndependence", "agreement", "probe_rows", "row_independence"]
+
+WIDTHS = (1, 2, 3, 5, 8)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Logits [R, V] against a reference: largest difference, share of equal argmax, mean KL(ref || ours)."""
+
+    max_abs_error: float
+    top1_agreement: float
+    kl: float
+
+
+@dataclass(frozen=True)
+class RowIndependence:
+    """How far row logits moved, relative to their spread (standard deviation over the vocabulary).
+
+    `suffix`: the same width, other later tokens: anything but 0 means that rows see each other.
+    `width`: the same tokens at other widths: kernels may add in another order, so float noise is allowed.
+    """
+
+    suffix: float
+    width: float
+
+
+def agreement(ours: Float32Array, reference: Float32Array) -> Agreement:
+    """Compare logits [R, V] with a reference [R, V']; padding columns past the narrower one are left out."""
+    V = min(ours.shape[1], reference.shape[1])
+    p, q = _log_softmax(reference[:, :V]), _log_softmax(ours[:, :V])
+    return Agreement(
+        max_abs_error=float(np.abs(ours[:, :V] - reference[:, :V]).max()),
+        top1_agreement=float((p.argmax(1) == q.argmax(1)).mean()),
+        kl=float(np.maximum((np.exp(p) * (p - q)).sum(1), 0.0).mean()),
+    )
+
+
+def probe_rows(graph: Graph, tokens: IntArray, rows: Sequence[int]) -> Float32Array:
+    """Logits [R, V] of some rows of `tokens`, run from an empty cache in whatever widths the graph has."""
+    graph.truncate(0)
+    widest = max(graph.widths) if graph.widths else len(tokens)
+    found = []
+    for start in range(0, len(tokens), widest):
+        chunk = tokens[start : start + widest]
+        wanted = [row - start for row in rows if start <= row < start + len(chunk)]
+        output = graph.forward(chunk, logits=wanted or "none")
+        if wanted:
+            assert isinstance(output.logits, np.ndarray)
+            found.append(output.logits.copy())
+        graph.commit(range(len(chunk)))
+    graph.truncate(0)
+    return np.concatenate(found)
+
+
+def row_independence(graph: Graph, tokens: IntArray) -> RowIndependence:
+    """Run one prefix at every width with two different suffixes and compare each row with what it was alone.
+
+    `tokens` needs at least 24 entries: a prefix, 8 tokens to verify, and another 8 as the other suffix.
+    """
+    prefix, verify, other = tokens[:-16], tokens[-16:-8], tokens[-8:]
+    compiled = [width for width in (graph.widths or WIDTHS) if width <= 8]
+    alone = _rows_one_by_one(graph, prefix, verify)
+    spread = float(alone.std(axis=1).mean())
+    by_suffix = by_width = 0.0
+    for width in compiled:
+        first = _verify(graph, prefix, verify[:width])
+        by_width = max(by_width, float(np.abs(first - alone[:width]).max()))
+        for kept in range(1, width):
+            mixed = np.concatenate([verify[:kept], other[kept:width]])
+            second = _verify(graph, prefix, mixed)
+            by_suffix = max(by_suffix, float(np.abs(second[:kept] - first[:kept]).max()))
+    graph.truncate(0)
+    return RowIndependence(by_suffix / spread, by_width / spread)
+
+
+def _rows_one_by_one(graph: Graph, prefix: IntArray, tokens: IntArray) -> Float32Array:
+    _prefill(graph, prefix)
+    rows = []
+    for token in tokens:
+        logits = graph.forward([int(token)], logits="all").logits
+        assert isinstance(logits, np.ndarray)
+        rows.append(logits[0].copy())
+        graph.commit([0])
+    return np.stack(rows)  # [8, V]
+
+
+def _verify(graph: Graph, prefix: IntArray, tokens: IntArray) -> Float32Array:
+    if graph.length != len(prefix):
+        _prefill(graph, prefix)
+    logits = graph.forward(tokens, logits="all").logits
+    assert isinstance(logits, np.ndarray)
+    return logits.copy()
+
+
+def _prefill(graph: Graph, prefix: IntArray) -> None:
+    graph.truncate(0)
+    widest = max(graph.widths) if graph.widths else len(prefix)
+    for start in range(0, len(prefix), widest):
+        chunk = prefix[start : start + widest]
+        graph.forward(chunk, logits="none")
+        graph.commit(range(len(chunk)))
+
+
+def _log_softmax(logits: Float32Array) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    result: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result
