@@ -1,0 +1,367 @@
+"""Fill a traced graph with weights: every slot node becomes the nodes and initializers of its scheme.
+
+One matrix is in memory at a time: it is read, packed, and written to the external data file before the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import ExportError
+from outrider.export.slots import SlotWeights, matrix_slots
+from outrider.quantize.pack import pack
+from outrider.quantize.schemes import AnyScheme, BlockInt, DynamicInt8, Float, PackedMatrix, Recipe, Scheme
+
+__all__ = ["SlotReport", "bind"]
+
+MICROSOFT = "com.microsoft"
+PAGE = 4096  # large tensors start on a page, so that a runtime can map them
+INLINE_BYTES = 256  # smaller tensors stay in the graph file
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class SlotReport:
+    """What became of one matrix. `before_bytes` as the source stores it in float32."""
+
+    slot: str
+    scheme: Scheme
+    before_bytes: int
+    after_bytes: int  # 0 when it shares the bytes of another slot
+    relative_error: float
+    carried: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A packed matrix in the data file: what is left in memory once it is written."""
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    tensors: Mapping[str, Any]  # part -> TensorProto
+    report: SlotReport
+
+
+class DataFile:
+    """Appends tensors to the external data file and returns the protos that point at them."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self.file, self.name = file, name
+
+    def add(self, name: str, values: NDArray[Any]) -> Any:
+        """The proto of a tensor, its bytes in the graph when it is tiny."""
+        from onnx import TensorProto, helper, numpy_helper
+
+        values = np.ascontiguousarray(values)
+        if values.nbytes <= INLINE_BYTES:
+            return numpy_helper.from_array(values, name)
+        self.file.write(b"\0" * (-self.file.tell() % (PAGE if values.nbytes >= PAGE else 64)))
+        tensor = TensorProto(
+            name=name,
+            data_type=helper.np_dtype_to_tensor_dtype(values.dtype),
+            dims=values.shape,
+            data_location=TensorProto.EXTERNAL,
+        )
+        place = {"location": self.name, "offset": self.file.tell(), "length": values.nbytes}
+        for key, value in place.items():
+            tensor.external_data.add(key=key, value=str(value))
+        self.file.write(values.data.cast("B"))
+        return tensor
+
+
+class Binder:
+    """Collects the new nodes and initializers of a graph."""
+
+    def __init__(
+        self,
+        weights: SlotWeights,
+        recipe: Recipe,
+        vectors: Mapping[str, NDArray[np.float32]],
+        data: DataFile,
+        stats: Mapping[str, NDArray[np.float32]],
+    ) -> None:
+        self.weights, self.recipe, self.vectors, self.data, self.stats = weights, recipe, vectors, data, stats
+        self.nodes: list[Any] = []
+        self.initializers: dict[str, Any] = {}
+        self.stored: dict[str, Stored] = {}
+        self.replaced: dict[str, str] = {}  # output of a vector node -> its initializer
+
+    def node(
+        self, operator: str, inputs: Sequence[str], output: str, domain: str = "", **attributes: Any
+    ) -> str:
+        """Append a node; returns its output."""
+        from onnx import helper
+
+        self.nodes.append(
+            helper.make_node(operator, inputs, [output], name=output, domain=domain, **attributes)
+        )
+        return output
+
+    def constant(self, name: str, values: NDArray[Any]) -> str:
+        """An initializer by name, written once."""
+        if name not in self.initializers:
+            self.initializers[name] = self.data.add(name, values)
+        return name
+
+    def part(self, stored: Stored, part: str, shape: Sequence[int] | None = None) -> str:
+        """An initializer over a stored part, in another shape if asked; the bytes are the same."""
+        from onnx import TensorProto
+
+        tensor = TensorProto()
+        tensor.CopyFrom(stored.tensors[part])
+        if shape is not None and list(tensor.dims) != list(shape):
+            tensor.name += ".flat"
+            tensor.dims[:] = shape
+        self.initializers.setdefault(tensor.name, tensor)
+        return str(tensor.name)
+
+    def replace(self, node: Any) -> None:
+        """Put what a slot node stands for in its place; other nodes stay."""
+        if node.domain != "outrider":
+            node.input[:] = [self.replaced.get(name, name) for name in node.input]
+            self.nodes.append(node)
+            return
+        slot = next(a.s.decode() for a in node.attribute if a.name == "slot")
+        if node.op_type == "Vector":
+            values = self.vectors[slot] if slot in self.vectors else self.weights.vector(slot)
+            self.replaced[node.output[0]] = self.constant(slot, values)
+        elif node.op_type == "Embedding":
+            lookup(self, self.store(slot), node.input[0], node.output[0])
+        else:
+            product(self, self.store(slot), slot, node.input[0], node.output[0])
+
+    def scheme(self, slot: str) -> AnyScheme:
+        """The recipe's scheme, except that an embedding takes that of an 8-bit head with which it is tied."""
+        head = self.recipe.scheme_for("head")
+        own = self.recipe.scheme_for(slot)
+        tied = slot == "embedding" and self.weights.config.tie_embeddings
+        if tied and isinstance(head, BlockInt) and head.bits == 8 and isinstance(own, BlockInt):
+            return head
+        return own
+
+    def store(self, slot: str) -> Stored:
+        """Pack a slot and write it, or point at the tied slot that holds the same bytes."""
+        scheme = self.scheme(slot)
+        if slot == "head" and self.weights.config.tie_embeddings and scheme == self.scheme("embedding"):
+            twin = self.stored["embedding"]
+            report = SlotReport(
+                slot,
+                twin.scheme,
+                0,
+                0,
+                twin.report.relative_error,
+                twin.report.carried,
+                "tied: shares the embedding's bytes",
+            )
+            self.stored[slot] = Stored(twin.scheme, twin.shape, twin.tensors, report)
+            return self.stored[slot]
+        packed = pack(
+            self.weights.matrix(slot), scheme, raw=self.weights.raw(slot), stats=self.stats.get(slot)
+        )
+        self.stored[slot] = self.write(slot, packed)
+        return self.stored[slot]
+
+    def write(self, slot: str, packed: PackedMatrix) -> Stored:
+        """Append the parts of a packed matrix to the data file."""
+        parts = {
+            "weight": kernel_layout(packed, slot),
+            "scales": packed.scales,
+            "zero_points": packed.zero_points,
+            "correction": None if packed.correction is None else packed.correction.T,  # [blocks, N]
+        }
+        tensors = {
+            name: self.data.add(f"{slot}.{name}", values)
+            for name, values in parts.items()
+            if values is not None
+        }
+        N, K = packed.shape
+        error = float(packed.details.get("relative_error", 0.0))
+        report = SlotReport(slot, packed.scheme, 4 * N * K, packed.nbytes, error, packed.carried)
+        return Stored(packed.scheme, packed.shape, tensors, report)
+
+
+def kernel_layout(packed: PackedMatrix, slot: str) -> NDArray[Any]:
+    """Codes as the operator reads them: [N, blocks, bytes] in blocks, [N, K] for lookups, else [K, N]."""
+    if isinstance(packed.scheme, BlockInt) or slot == "embedding":
+        return packed.codes
+    return packed.codes.T
+
+
+def bind(
+    model: Any,
+    path: Path,
+    weights: SlotWeights,
+    recipe: Recipe,
+    vectors: Mapping[str, NDArray[np.float32]],
+    *,
+    stats: Mapping[str, NDArray[np.float32]],
+    progress: Progress | None = None,
+) -> list[SlotReport]:
+    """Replace the slot nodes of `model` in place and save it to `path` with its data file beside it.
+
+    Raises ExportError when a slot of the decoder is left without a weight.
+    """
+    import onnx
+
+    slots = matrix_slots(weights.config)
+    with open(path.with_name(path.name + ".data"), "wb") as file:
+        binder = Binder(weights, recipe, vectors, DataFile(file, path.name + ".data"), stats)
+        for node in model.graph.node:
+            before = len(binder.stored)
+            binder.replace(node)
+            if progress and len(binder.stored) > before:
+                progress(list(binder.stored)[-1], len(binder.stored), len(slots))
+    missing = [slot for slot in slots if slot not in binder.stored]
+    if missing:
+        raise ExportError(f"{len(missing)} slots were left without a weight, the first is {missing[0]}")
+    del model.graph.node[:], model.opset_import[:]
+    model.graph.node.extend(binder.nodes)
+    model.graph.initializer.extend(binder.initializers.values())
+    domains = {node.domain for node in binder.nodes} - {""}
+    model.opset_import.extend(
+        [onnx.helper.make_opsetid("", OPSET)] + [onnx.helper.make_opsetid(d, 1) for d in sorted(domains)]
+    )
+    onnx.save(model, path)
+    return [stored.report for stored in binder.stored.values()]
+
+
+OPSET = 23
+
+
+def lookup(binder: Binder, stored: Stored, tokens: str, output: str) -> None:
+    """The nodes that read rows of a matrix: GatherBlockQuantized for blocks, Gather for floats."""
+    if isinstance(stored.scheme, BlockInt):
+        _lookup_blocks(binder, stored, tokens, output)
+    elif isinstance(stored.scheme, DynamicInt8):
+        raise ExportError("an embedding cannot be DynamicInt8: there is no activation to quantize")
+    elif stored.scheme.dtype == "float16":
+        rows = binder.node("Gather", [binder.part(stored, "weight"), tokens], f"{output}.half")
+        binder.node("Cast", [rows], output, to=1)
+    else:
+        binder.node("Gather", [binder.part(stored, "weight"), tokens], output)
+
+
+def _lookup_blocks(binder: Binder, stored: Stored, tokens: str, output: str) -> None:
+    N, K = stored.shape
+    scheme = stored.scheme
+    assert isinstance(scheme, BlockInt)
+    blocks = -(-K // scheme.block)
+    padded, ragged = blocks * scheme.block, K % scheme.block != 0
+    corrected = "correction" in stored.tensors
+    inputs = [
+        binder.part(stored, "weight", [N, padded * scheme.bits // 8]),
+        tokens,
+        binder.part(stored, "scales"),
+    ]
+    if "zero_points" in stored.tensors:
+        inputs.append(binder.part(stored, "zero_points"))
+    rows = binder.node(
+        "GatherBlockQuantized",
+        inputs,
+        f"{output}.padded" if ragged or corrected else output,
+        MICROSOFT,
+        bits=scheme.bits,
+        block_size=scheme.block,
+        gather_axis=0,
+        quantize_axis=1,
+    )
+    if corrected:
+        rows = _add_block_correction(binder, stored, tokens, rows, padded, output if not ragged else "")
+    if ragged:
+        bounds = [binder.constant(f"slice.{n}", np.array([n], np.int64)) for n in (0, K, 2)]
+        binder.node("Slice", [rows, *bounds], output)
+
+
+def _add_block_correction(
+    binder: Binder, stored: Stored, tokens: str, rows: str, padded: int, output: str
+) -> str:
+    """Add each block's correction to all its values."""
+    scheme = stored.scheme
+    assert isinstance(scheme, BlockInt)
+    blocks = padded // scheme.block
+    shifts = binder.node(
+        "Gather", [binder.part(stored, "correction"), tokens], f"{rows}.shift", axis=1
+    )  # [blocks, 1, S]
+    shifts = binder.node("Transpose", [shifts], f"{rows}.shift_rows", perm=[1, 2, 0])
+    last = binder.constant("axis.last", np.array([-1], np.int64))
+    shifts = binder.node("Unsqueeze", [shifts, last], f"{rows}.shift_blocks")
+    shape = binder.constant(f"shape.blocks.{blocks}.{scheme.block}", np.array([1, -1, blocks, scheme.block]))
+    split = binder.node("Reshape", [rows, shape], f"{rows}.blocks")
+    total = binder.node("Add", [split, shifts], f"{rows}.corrected")
+    flat = binder.constant(f"shape.flat.{padded}", np.array([1, -1, padded]))
+    return binder.node("Reshape", [total, flat], output or f"{rows}.flat")
+
+
+def product(binder: Binder, stored: Stored, slot: str, x: str, output: str) -> None:
+    """The nodes of y = x Wᵀ + b under the slot's scheme."""
+    bias = binder.weights.bias(slot)
+    bias_name = "" if bias is None else binder.constant(f"{slot}.bias", bias)
+    if isinstance(stored.scheme, BlockInt):
+        _product_blocks(binder, stored, x, output, bias_name)
+    elif isinstance(stored.scheme, DynamicInt8):
+        inputs = [x, binder.part(stored, "weight"), binder.part(stored, "scales"), "", bias_name]
+        while inputs[-1] == "":
+            inputs.pop()
+        binder.node("DynamicQuantizeMatMul", inputs, output, MICROSOFT)
+    else:
+        _product_float(binder, stored, slot, x, output, bias_name)
+
+
+def _product_float(binder: Binder, stored: Stored, slot: str, x: str, output: str, bias: str) -> None:
+    weight = binder.part(stored, "weight")
+    if isinstance(stored.scheme, Float) and stored.scheme.dtype == "float16":
+        weight = binder.node("Cast", [weight], f"{slot}.weight.float32", to=1)
+    target = f"{output}.product" if bias else output
+    if stored.report.note:
+        binder.node("FusedMatMul", [x, weight], target, MICROSOFT, transB=1)
+    else:
+        binder.node("MatMul", [x, weight], target)
+    if bias:
+        binder.node("Add", [target, bias], output)
+
+
+def _product_blocks(binder: Binder, stored: Stored, x: str, output: str, bias: str) -> None:
+    N, K = stored.shape
+    scheme = stored.scheme
+    assert isinstance(scheme, BlockInt)
+    zeros = binder.part(stored, "zero_points") if "zero_points" in stored.tensors else ""
+    inputs = [x, binder.part(stored, "weight"), binder.part(stored, "scales"), zeros, "", bias]
+    while inputs[-1] == "":
+        inputs.pop()
+    corrected = "correction" in stored.tensors
+    target = binder.node(
+        "MatMulNBits",
+        inputs,
+        f"{output}.product" if corrected else output,
+        MICROSOFT,
+        K=K,
+        N=N,
+        bits=scheme.bits,
+        block_size=scheme.block,
+        accuracy_level=scheme.accuracy_level,
+    )
+    if corrected:
+        sums = _block_sums(binder, x, K, scheme.block)
+        shift = binder.node("MatMul", [sums, binder.part(stored, "correction")], f"{output}.shift")
+        binder.node("Add", [target, shift], output)
+
+
+def _block_sums(binder: Binder, x: str, K: int, block: int) -> str:
+    """Sums of x over blocks of its last axis, [1, S, K] -> [1, S, blocks]."""
+    blocks = -(-K // block)
+    name = f"{x}.sums.{block}"
+    if K % block:
+        member = (np.arange(K)[:, None] // block == np.arange(blocks)).astype(np.float32)  # [K, blocks]
+        return binder.node("MatMul", [x, binder.constant(f"blocks.{K}.{block}", member)], name)
+    shape = binder.constant(f"shape.blocks.{blocks}.{block}", np.array([1, -1, blocks, block]))
+    last = binder.constant("axis.last", np.array([-1], np.int64))
+    split = binder.node("Reshape", [x, shape], f"{x}.blocks.{block}")
+    return binder.node("ReduceSum", [split, last], name, keepdims=0)

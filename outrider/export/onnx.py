@@ -1,0 +1,467 @@
+"""Lower a decoder to ONNX without its weights, then fill them in one matrix at a time.
+
+`torch.onnx` traces the structure: every use of a weight is an `outrider::Linear`, `Embedding` or `Vector`
+node that names its slot, so no float copy of the model ever exists. `bind.py` replaces these nodes by what
+the recipe says.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from outrider.errors import ExportError, UsageError
+from outrider.export.bind import SlotReport, bind
+from outrider.export.config import ModelConfig
+from outrider.export.decoder import AddNorm, Decoder, Gate, SplitAttention, Step, rms_norm
+from outrider.export.rope import rope_tables, rotary_size
+from outrider.export.slots import SlotWeights, matrix_slots, slot_shape
+from outrider.quantize.schemes import Float, Recipe
+
+__all__ = ["PROFILES", "GraphReport", "export_graph", "graph_meta"]
+
+Profile = Literal["inplace", "split"]
+PROFILES: tuple[Profile, ...] = ("inplace", "split")
+OPSET = 23  # the first with RMSNormalization
+MICROSOFT = "com.microsoft"
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What an export wrote: graph, weights, what `targets.onnxruntime` needs to run it, every slot."""
+
+    path: Path
+    data_path: Path
+    meta: Mapping[str, Any]
+    slots: tuple[SlotReport, ...]
+    operators: Mapping[str, int] = field(default_factory=dict)  # nodes by operator
+
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """The files that belong together."""
+        return self.path, self.data_path
+
+
+def export_graph(
+    config: ModelConfig,
+    weights: SlotWeights,
+    recipe: Recipe,
+    profile: Profile = "inplace",
+    path: str | Path = "graph.onnx",
+    *,
+    max_context: int,
+    widths: Sequence[int] = (),
+    hidden_layers: Sequence[int] = (),
+    stats: Mapping[str, NDArray[np.float32]] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> GraphReport:
+    """Write `path` and `path`.data and say what became of every slot.
+
+    `widths` are the static widths of a `split` graph (any number of tokens for `inplace`). `stats` are
+    calibration moments by slot, for methods that need them. `progress(slot, done, total)` is called after
+    every matrix. Raises ExportError when a slot stays unbound or the recipe changed nothing.
+    """
+    check_request(config, profile, max_context, widths, hidden_layers)
+    path = Path(path)
+    model = trace(config, profile, max_context, tuple(hidden_layers))
+    vectors = rope_vectors(config, max_context)
+    slots = bind(model, path, weights, recipe, vectors, stats=stats or {}, progress=progress)
+    _refuse_unchanged(recipe, slots, config)
+    _check(path)
+    operators: dict[str, int] = {}
+    for node in model.graph.node:
+        operators[node.op_type] = operators.get(node.op_type, 0) + 1
+    meta = graph_meta(config, profile, max_context, widths, hidden_layers)
+    return GraphReport(path, path.with_name(path.name + ".data"), meta, tuple(slots), operators)
+
+
+def graph_meta(
+    config: ModelConfig,
+    profile: Profile,
+    max_context: int,
+    widths: Sequence[int] = (),
+    hidden_layers: Sequence[int] = (),
+) -> dict[str, Any]:
+    """What a backend must know to run the graph; JSON values only."""
+    kinds = mask_kinds(config, max_context)
+    return {
+        "profile": profile,
+        "widths": sorted(widths) if profile == "split" else None,
+        "max_context": max_context,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "layers": config.num_layers,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_layers": list(hidden_layers),
+        "masks": sorted(set(kinds.values())),
+        "sliding_window": config.sliding_window if "sliding" in kinds.values() else None,
+    }
+
+
+def mask_kinds(config: ModelConfig, max_context: int) -> dict[str, str]:
+    """Which mask each layer type reads: a window that the context never fills needs none of its own."""
+    window = config.sliding_window
+    narrow = window is not None and window < max_context
+    return {kind: "sliding" if kind == "sliding" and narrow else "full" for kind in set(config.layer_types)}
+
+
+def check_request(
+    config: ModelConfig,
+    profile: str,
+    max_context: int,
+    widths: Sequence[int],
+    hidden_layers: Sequence[int],
+) -> None:
+    """Raise UsageError for what cannot be exported."""
+    if profile not in PROFILES:
+        raise UsageError(f"profile is {profile!r}; known ONNX profiles: {', '.join(PROFILES)}")
+    if profile == "split" and (not widths or min(widths) < 1):
+        raise UsageError(f"widths are {tuple(widths)}; a split graph needs at least one positive width")
+    if not 2 <= max_context <= config.max_position:
+        raise UsageError(
+            f"max_context is {max_context}; this model has positions for 2 to {config.max_position} tokens"
+        )
+    wrong = [layer for layer in hidden_layers if not 0 <= layer < config.num_layers]
+    if wrong:
+        raise UsageError(
+            f"hidden layers {wrong} do not exist; the model has layers 0..{config.num_layers - 1}"
+        )
+
+
+def rope_vectors(config: ModelConfig, max_context: int) -> dict[str, NDArray[np.float32]]:
+    """The tables that the graph reads by position: `rope.<layer type>.cos` and `.sin`."""
+    tables = {}
+    for kind in sorted(set(config.layer_types)):
+        tables[f"rope.{kind}.cos"], tables[f"rope.{kind}.sin"] = rope_tables(config, kind, max_context)
+    return tables
+
+
+def symbolic(
+    operator: str, inputs: Sequence[Tensor | None], shape: Sequence[Any], version: int = 1, **attributes: Any
+) -> Tensor:
+    """One float output of an operator that torch does not know."""
+    return torch.onnx.ops.symbolic(
+        operator, inputs, attributes, dtype=torch.float32, shape=shape, version=version
+    )
+
+
+def vector(slot: str, shape: Sequence[int]) -> Tensor:
+    """A constant that `bind` fills in."""
+    return symbolic("outrider::Vector", [], shape, slot=slot)
+
+
+class SlotEmbedding(nn.Module):
+    """A lookup that `bind` expresses."""
+
+    def __init__(self, slot: str, config: ModelConfig) -> None:
+        super().__init__()
+        self.slot, self.width = slot, config.hidden_size
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[1, S] -> [1, S, D]"""
+        return symbolic("outrider::Embedding", [tokens], [*tokens.shape, self.width], slot=self.slot)
+
+
+class SlotLinear(nn.Module):
+    """A product that `bind` expresses."""
+
+    def __init__(self, slot: str, config: ModelConfig) -> None:
+        super().__init__()
+        self.slot, (self.N, self.K) = slot, slot_shape(config, slot)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1, S, K] -> [1, S, N]"""
+        return symbolic("outrider::Linear", [x], [*x.shape[:-1], self.N], slot=self.slot)
+
+
+class PlainNorm(nn.Module):
+    """The norm in elementary operators, for any execution provider."""
+
+    def __init__(self, slot: str, config: ModelConfig) -> None:
+        super().__init__()
+        self.slot, self.eps = slot, config.norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape as x."""
+        return rms_norm(x, vector(self.slot, [x.shape[-1]]), self.eps)
+
+
+class FusedNorm(PlainNorm):
+    """The norm as one node."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape as x."""
+        weight = vector(self.slot, [x.shape[-1]])
+        return symbolic("RMSNormalization", [x, weight], x.shape, OPSET, epsilon=self.eps, axis=-1)
+
+
+class FusedAddNorm(PlainNorm):
+    """Addition and norm as one node."""
+
+    def forward(self, residual: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """(norm of the sum, the sum)"""
+        outputs = torch.onnx.ops.symbolic_multi_out(
+            f"{MICROSOFT}::SkipSimplifiedLayerNormalization",
+            [residual, update, vector(self.slot, [residual.shape[-1]])],
+            {"epsilon": self.eps},
+            dtypes=[torch.float32] * 4,
+            shapes=[residual.shape, [1], [1], residual.shape],
+            version=1,
+        )
+        return outputs[0], outputs[3]
+
+
+class FusedGate(nn.Module):
+    """The gated activation in three nodes; QuickGelu with alpha 1 is SiLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        silu = config.activation == "silu"
+        self.operator = "QuickGelu" if silu else "FastGelu"
+        self.attributes: dict[str, Any] = {"alpha": 1.0} if silu else {}
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """[1, S, 2 F] -> [1, S, F]"""
+        shape = [*gate_up.shape[:-1], gate_up.shape[-1] // 2]
+        gate, up = torch.onnx.ops.symbolic_multi_out(
+            "Split",
+            [gate_up],
+            {"axis": -1, "num_outputs": 2},
+            dtypes=[torch.float32] * 2,
+            shapes=[shape] * 2,
+            version=18,
+        )
+        return symbolic(f"{MICROSOFT}::{self.operator}", [gate], shape, **self.attributes) * up
+
+
+class GqaAttention(SplitAttention):
+    """ONNX Runtime's GroupQueryAttention over one buffer that is past and present at once.
+
+    Rotation happens inside, from whole tables and position ids. A sliding window is a mask by position, since
+    the operator's own window counts storage rows and is wrong for trees.
+    """
+
+    def forward(self, qkv: Tensor, step: Step) -> Tensor:
+        """[1, S, (H + 2 G) d] -> [1, S, H d]"""
+        c = self.config
+        attributes: dict[str, Any] = {
+            "num_heads": c.num_heads,
+            "kv_num_heads": c.num_kv_heads,
+            "do_rotary": 1,
+            "scale": c.scale,
+        }
+        if c.attention_softcap is not None:
+            attributes["softcap"] = c.attention_softcap
+        key_cache, value_cache = step.past[self.layer]
+        cos, sin = step.rope[self.kind]
+        cache = [key_cache, value_cache, step.extra["seqlens_k"], step.extra["total"], cos, sin]
+        context, key, value = torch.onnx.ops.symbolic_multi_out(
+            f"{MICROSOFT}::GroupQueryAttention",
+            [*self.inputs(qkv), *cache, step.extra["positions"], step.mask[self.kind]],
+            attributes,
+            dtypes=[torch.float32] * 3,
+            shapes=[[1, qkv.shape[1], c.num_heads * c.head_dim], key_cache.shape, value_cache.shape],
+            version=1,
+        )
+        step.present.append((key, value))
+        return context
+
+    def inputs(self, qkv: Tensor) -> list[Tensor | None]:
+        """Packed qkv where nothing happens to its heads before the operator, else three normed parts."""
+        if self.q_norm is None or self.k_norm is None:
+            return [qkv, None, None]
+        c, S = self.config, qkv.shape[1]
+        query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        parts = torch.split(qkv, [query, kv, kv], dim=-1)
+        normed: list[Tensor | None] = [
+            norm(part.reshape(1, S, -1, c.head_dim)).reshape(1, S, -1)
+            for part, norm in zip(parts, (self.q_norm, self.k_norm), strict=False)
+        ]
+        return [*normed, parts[2]]
+
+
+class SymbolicPrimitives:
+    """Parts without weights: fused nodes for `inplace`, elementary operators for `split`."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.fused = profile == "inplace"
+
+    def embedding(self, slot: str, config: ModelConfig) -> nn.Module:
+        """A slot node."""
+        return SlotEmbedding(slot, config)
+
+    def linear(self, slot: str, config: ModelConfig) -> nn.Module:
+        """A slot node."""
+        return SlotLinear(slot, config)
+
+    def norm(self, slot: str, config: ModelConfig) -> nn.Module:
+        """One node, or elementary operators."""
+        return (FusedNorm if self.fused else PlainNorm)(slot, config)
+
+    def add_norm(self, slot: str, config: ModelConfig) -> nn.Module:
+        """One node, or elementary operators."""
+        return FusedAddNorm(slot, config) if self.fused else AddNorm(PlainNorm(slot, config))
+
+    def gate(self, config: ModelConfig) -> nn.Module:
+        """Three nodes, or elementary operators."""
+        return FusedGate(config) if self.fused else Gate(config.activation)
+
+    def attention(self, layer: int, config: ModelConfig) -> nn.Module:
+        """GroupQueryAttention, or elementary operators."""
+        return (GqaAttention if self.fused else SplitAttention)(layer, config, self)
+
+
+class GraphModule(nn.Module):
+    """A decoder with flat inputs and outputs, as a graph has them."""
+
+    def __init__(
+        self, config: ModelConfig, profile: Profile, max_context: int, hidden_layers: tuple[int, ...]
+    ) -> None:
+        super().__init__()
+        self.config, self.profile, self.max_context = config, profile, max_context
+        self.kinds = mask_kinds(config, max_context)
+        self.decoder = Decoder(config, SymbolicPrimitives(profile), hidden_layers)
+
+    def rope(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Whole tables for an operator that indexes them itself, else the rows of these positions."""
+        shape = [self.max_context, rotary_size(self.config) // 2]
+        tables = {}
+        for kind in sorted(self.kinds):
+            cos, sin = (vector(f"rope.{kind}.{name}", shape) for name in ("cos", "sin"))
+            if self.profile == "split":
+                cos, sin = cos.index_select(0, positions[0]), sin.index_select(0, positions[0])
+            tables[kind] = (cos, sin)
+        return tables
+
+    def forward(
+        self,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        masks: dict[str, Tensor],
+        extra: dict[str, Tensor],
+        past: list[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Logits, hidden states, then key and value of every layer."""
+        step = Step(
+            rope=self.rope(positions),
+            mask={kind: masks[name] for kind, name in self.kinds.items()},
+            past=list(zip(past[::2], past[1::2], strict=True)),
+            extra={**extra, "positions": positions},
+        )
+        logits, hidden = self.decoder(tokens, rows, step)
+        return (logits, *hidden, *(tensor for pair in step.present for tensor in pair))
+
+
+def trace(config: ModelConfig, profile: Profile, max_context: int, hidden_layers: tuple[int, ...]) -> Any:
+    """The ONNX model with slot nodes in place of weights."""
+    module = GraphModule(config, profile, max_context, hidden_layers).eval()
+    S, R, T = (torch.export.Dim(name, min=1, max=1 << 20) for name in ("S", "R", "T"))
+    inplace, width, rows = profile == "inplace", 5, 3
+    columns = max_context + 2 if inplace else max_context + width  # + 2: T must not look like max_context
+    masks = {name: torch.zeros(1, 1, width, columns) for name in sorted(set(module.kinds.values()))}
+    extra = {"seqlens_k": torch.zeros(1, dtype=torch.int32), "total": torch.zeros((), dtype=torch.int32)}
+    cache = [1, config.num_kv_heads, max_context, config.head_dim]
+    arguments = (
+        torch.zeros(1, width, dtype=torch.int64),
+        torch.zeros(rows, dtype=torch.int64),
+        torch.zeros(1, width, dtype=torch.int64),
+        masks,
+        extra if inplace else {},
+        [torch.zeros(cache, device="meta").expand(cache) for _ in range(2 * config.num_layers)],
+    )
+    mask_dims = {2: S, 3: T if inplace else S + max_context}
+    shapes: tuple[Any, ...] = (
+        {1: S},
+        {0: R},
+        {1: S},
+        dict.fromkeys(masks, mask_dims),
+        {name: {} for name in arguments[4]},
+        [{}] * (2 * config.num_layers),
+    )
+    return _export(module, arguments, shapes, _names(config, module, inplace, hidden_layers))
+
+
+def _names(
+    config: ModelConfig, module: GraphModule, inplace: bool, hidden_layers: tuple[int, ...]
+) -> tuple[list[str], list[str]]:
+    kv = [(layer, part) for layer in range(config.num_layers) for part in ("key", "value")]
+    inputs = ["tokens", "rows", "positions"]
+    inputs += [f"mask_{name}" for name in sorted(set(module.kinds.values()))]
+    inputs += ["seqlens_k", "total"] if inplace else []
+    inputs += [f"past_{part}_{layer}" for layer, part in kv]
+    outputs = ["logits", *(f"hidden_{layer}" for layer in hidden_layers)]
+    return inputs, outputs + [f"present_{part}_{layer}" for layer, part in kv]
+
+
+def _export(
+    module: nn.Module, arguments: tuple[Any, ...], shapes: Any, names: tuple[list[str], list[str]]
+) -> Any:
+    with torch.no_grad(), _quiet():
+        program = torch.onnx.export(
+            module,
+            arguments,
+            dynamo=True,
+            opset_version=OPSET,
+            optimize=False,
+            verbose=False,
+            dynamic_shapes=shapes,
+            input_names=names[0],
+            output_names=names[1],
+        )
+    if program is None:
+        raise ExportError("torch.onnx returned no program")
+    return strip(program.model_proto)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter logs and warns about operators that are not its own; they are the point here."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def strip(model: Any) -> Any:
+    """Remove the exporter's traces: they hold source paths of the machine that ran it."""
+    model.producer_name, model.doc_string = "outrider", ""
+    for holder in (model, model.graph, *model.graph.node, *model.graph.input, *model.graph.output):
+        del holder.metadata_props[:]
+    for node in model.graph.node:
+        node.doc_string = ""
+    del model.graph.value_info[:]
+    return model
+
+
+def _refuse_unchanged(recipe: Recipe, slots: Sequence[SlotReport], config: ModelConfig) -> None:
+    asked = [slot for slot in matrix_slots(config) if not isinstance(recipe.scheme_for(slot), Float)]
+    if asked and all(slot.before_bytes <= slot.after_bytes for slot in slots):
+        raise ExportError(f"recipe {recipe.name!r} asks to quantize {len(asked)} slots and changed none")
+
+
+def _check(path: Path) -> None:
+    import onnx
+
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        raise ExportError(f"{path.name} is not a valid ONNX model: {error}") from error
