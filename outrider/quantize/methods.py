@@ -144,14 +144,14 @@ def _hqq_scale(blocks: FloatArray, bits: int) -> Codes:
         best_scale = np.where(error < best_error, scale, best_scale)
         best_error = np.minimum(error, best_error)
         target = blocks - _shrink(wrong, beta)
-        scale = _safe(_dot(target, codes) / np.maximum(_dot(codes, codes), np.float32(1)))
+        scale = _safe(_ratio(_dot(target, codes), _dot(codes, codes)))
         beta = beta * np.float32(1.01)
     return _encode_symmetric(blocks, best_scale, bits)
 
 
 def _hqq_beta(scale: FloatArray) -> FloatArray:
     # The paper's beta of 10 fits weights of order 1; relative to the step it serves every magnitude.
-    return np.float32(4) / np.abs(scale)
+    return np.float32(4) * np.reciprocal(np.abs(scale))
 
 
 def _shrink(wrong: FloatArray, beta: FloatArray) -> FloatArray:
@@ -285,7 +285,7 @@ def _refit(blocks: FloatArray, scale: FloatArray, bits: int, importance: FloatAr
     np.rint(codes, out=codes)
     np.clip(codes, -middle(bits), middle(bits) - 1, out=codes)
     weighed = codes if importance is None else codes * importance
-    return _dot(blocks, weighed) / np.maximum(_dot(codes, weighed), np.float32(1e-30))
+    return _ratio(_dot(blocks, weighed), _dot(codes, weighed))
 
 
 def _error(blocks: FloatArray, codes: Codes, zero: int, importance: FloatArray | None) -> FloatArray:
@@ -296,3 +296,9 @@ def _error(blocks: FloatArray, codes: Codes, zero: int, importance: FloatArray |
 def _dot(left: FloatArray, right: FloatArray) -> FloatArray:
     product: FloatArray = np.einsum("nbi,nbi->nb", left, right)
     return product
+
+
+def _ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
+    """The quotient, 0 where the (never negative) denominator is 0."""
+    quotient: FloatArray = np.divide(numerator, np.maximum(denominator, np.float32(1e-30)))
+    return quotient

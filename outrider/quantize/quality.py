@@ -1,0 +1,221 @@
+"""What quantizing costs: perplexity, divergence and agreement with a float reference, acceptance of a pair.
+
+Everything is teacher-forced: row i of the logits has seen tokens[: i + 1] and predicts tokens[i + 1]. Rows
+come in chunks, so that a large vocabulary times a long text is never held at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.contracts import Float32Array, Graph, IntArray
+from outrider.errors import ContextError, OutriderError, UsageError
+
+__all__ = [
+    "Acceptance",
+    "Quality",
+    "acceptance",
+    "compare",
+    "evaluate",
+    "evaluation_text",
+    "logit_rows",
+    "own_text",
+    "pair_acceptance",
+]
+
+CONFIDENT_GAP = 0.5  # in logits, between the reference's first and second choice
+CHUNK_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A model against its float reference on one text."""
+
+    perplexity_reference: float
+    perplexity: float
+    kl_mean: float  # nats a token, KL(reference || quantized)
+    top1_agreement: float
+    top1_agreement_confident: float | None  # where the reference's gap exceeds 0.5; None = nowhere
+    tokens: int  # predicted tokens
+
+    @property
+    def perplexity_increase(self) -> float:
+        """Relative increase of the perplexity: 0.03 is 3 % worse."""
+        return self.perplexity / self.perplexity_reference - 1
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How often a target would take its draft's token, on the target's own text."""
+
+    greedy_match: float  # both take their most likely token
+    sum_min_pq: float  # mean of Σ min(p, q) at temperature 1
+    tokens: int
+
+
+def evaluation_text() -> str:
+    """The WikiText-2 excerpt on which quality is measured."""
+    return files("outrider.quantize").joinpath("data/wikitext2_eval.txt").read_text(encoding="utf-8")
+
+
+def compare(
+    reference: Iterable[Float32Array],  # chunks of [R, V]
+    quantized: Iterable[Float32Array],  # chunks of the same rows, [R, V']
+    tokens: Sequence[int] | IntArray,  # [T]
+) -> Quality:
+    """Measure one stream of logit rows against another over the tokens they read.
+
+    A vocabulary padded to another size is cut to the smaller one. The last row predicts nothing and is left
+    out. Raises UsageError when the streams disagree on the rows or hold fewer rows than tokens to predict.
+    """
+    targets = np.asarray(tokens, np.int64)[1:]
+    columns = [
+        _compare_rows(ours, theirs, targets[start : start + len(ours)])
+        for start, ours, theirs in _paired(reference, quantized, len(targets))
+    ]
+    nll_reference, nll, kl, same, confident = np.concatenate(columns, axis=1)  # each [T - 1]
+    sure = confident > 0
+    return Quality(
+        perplexity_reference=float(np.exp(nll_reference.mean())),
+        perplexity=float(np.exp(nll.mean())),
+        kl_mean=float(kl.mean()),
+        top1_agreement=float(same.mean()),
+        top1_agreement_confident=float(same[sure].mean()) if sure.any() else None,
+        tokens=len(targets),
+    )
+
+
+def pair_acceptance(target: Iterable[Float32Array], draft: Iterable[Float32Array], tokens: int) -> Acceptance:
+    """Acceptance of a pair from their logit rows over the target's own text of so many tokens.
+
+    The last row counts too: it proposes the token after the text. Raises UsageError as `compare` does.
+    """
+    columns = [_acceptance_rows(ours, theirs) for _, ours, theirs in _paired(target, draft, tokens)]
+    match, shared = np.concatenate(columns, axis=1)
+    return Acceptance(float(match.mean()), float(shared.mean()), tokens)
+
+
+def evaluate(
+    graph: Graph, reference: Graph, tokens: Sequence[int] | IntArray, chunk: int = CHUNK_ROWS
+) -> Quality:
+    """Quality of a graph against its float reference; both start from an empty cache and end with one."""
+    size = _common_chunk((graph, reference), chunk)
+    return compare(logit_rows(reference, tokens, size), logit_rows(graph, tokens, size), tokens)
+
+
+def acceptance(
+    target: Graph, draft: Graph, tokens: Sequence[int] | IntArray, chunk: int = CHUNK_ROWS, skip: int = 0
+) -> Acceptance:
+    """Acceptance of a pair on a text of the target; the first `skip` tokens are a prompt and do not count."""
+    size = _common_chunk((target, draft), chunk)
+    ours, theirs = (_without(logit_rows(graph, tokens, size), skip) for graph in (target, draft))
+    return pair_acceptance(ours, theirs, len(tokens) - skip)
+
+
+def logit_rows(
+    graph: Graph, tokens: Sequence[int] | IntArray, chunk: int = CHUNK_ROWS
+) -> Iterator[Float32Array]:
+    """Logits of every row of a text, a chunk at a time; a chunk is valid until the next one is asked for.
+
+    Raises ContextError when the text is longer than the graph's context.
+    """
+    ids = np.asarray(tokens, np.int64)
+    if len(ids) > graph.max_context:
+        raise ContextError(f"{len(ids)} tokens do not fit a context of {graph.max_context}; evaluate fewer")
+    graph.truncate(0)
+    try:
+        for start in range(0, len(ids), chunk):
+            part = ids[start : start + chunk]
+            logits = graph.forward(part, logits="all").logits
+            if not isinstance(logits, np.ndarray):
+                raise OutriderError(
+                    f"the graph returned {type(logits).__name__} where all logits were asked for"
+                )
+            yield logits
+            graph.commit(range(len(part)))
+    finally:
+        graph.truncate(0)
+
+
+def own_text(graph: Graph, prompt: Sequence[int], count: int, stop: Collection[int] = ()) -> list[int]:
+    """The graph's own greedy continuation of a prompt: at most `count` tokens, ended by a stop id."""
+    graph.truncate(0)
+    pending, text = list(prompt), list[int]()
+    for start in range(0, len(pending) - 1, CHUNK_ROWS):
+        part = pending[start : min(start + CHUNK_ROWS, len(pending) - 1)]
+        graph.forward(part, logits="none")
+        graph.commit(range(len(part)))
+    token = pending[-1]
+    while len(text) < count and graph.length < graph.max_context:
+        logits = graph.forward([token], logits="last").logits
+        graph.commit([0])
+        if not isinstance(logits, np.ndarray):
+            raise OutriderError(f"the graph returned {type(logits).__name__} where logits were asked for")
+        token = int(logits[-1].argmax())
+        if token in stop:
+            break
+        text.append(token)
+    graph.truncate(0)
+    return text
+
+
+def _common_chunk(graphs: Iterable[Graph], chunk: int) -> int:
+    return min([chunk, *(max(graph.widths) for graph in graphs if graph.widths is not None)])
+
+
+def _paired(
+    left: Iterable[Float32Array], right: Iterable[Float32Array], rows: int
+) -> Iterator[tuple[int, Float32Array, Float32Array]]:
+    """Chunks of both streams over their common vocabulary, `rows` in all, with the row each starts at."""
+    start = 0
+    for ours, theirs in zip(left, right, strict=True):
+        if len(ours) != len(theirs):
+            raise UsageError(f"chunks of {len(ours)} and {len(theirs)} rows cannot be compared")
+        count = min(len(ours), rows - start)
+        vocab = min(ours.shape[1], theirs.shape[1])
+        if count > 0:
+            yield start, ours[:count, :vocab], theirs[:count, :vocab]
+        start += max(count, 0)
+    if start < rows or rows < 1:
+        raise UsageError(f"{start} rows of logits for {rows} tokens to predict; nothing can be measured")
+
+
+def _without(chunks: Iterable[Float32Array], skip: int) -> Iterator[Float32Array]:
+    for rows in chunks:
+        yield rows[min(skip, len(rows)) :]
+        skip -= min(skip, len(rows))
+
+
+def _compare_rows(reference: Float32Array, ours: Float32Array, targets: IntArray) -> NDArray[np.float64]:
+    index = np.arange(len(targets))
+    total_reference, total = _logsumexp(reference), _logsumexp(ours)  # [R]
+    p = np.exp(reference - total_reference[:, None])
+    divergence = np.einsum("rv,rv->r", p, reference - ours) - total_reference + total
+    top = np.partition(reference, -2, axis=-1)[:, -2:]
+    return np.stack(
+        [
+            total_reference - reference[index, targets],
+            total - ours[index, targets],
+            np.maximum(divergence, 0),
+            reference.argmax(axis=-1) == ours.argmax(axis=-1),
+            top[:, 1] - top[:, 0] > CONFIDENT_GAP,
+        ]
+    ).astype(np.float64)
+
+
+def _acceptance_rows(target: Float32Array, draft: Float32Array) -> NDArray[np.float64]:
+    p = np.exp(target - _logsumexp(target)[:, None])
+    q = np.exp(draft - _logsumexp(draft)[:, None])
+    match = target.argmax(axis=-1) == draft.argmax(axis=-1)
+    return np.stack([match.astype(np.float64), np.minimum(p, q).sum(axis=-1, dtype=np.float64)])
+
+
+def _logsumexp(rows: Float32Array) -> Float32Array:
+    peak = rows.max(axis=-1)
+    total: Float32Array = peak + np.log(np.exp(rows - peak[:, None]).sum(axis=-1))
+    return total
