@@ -35,6 +35,8 @@ __all__ = [
 Float64Array = NDArray[np.float64]
 
 _NEAR_TIE = 1e-3
+_CDF_BLOCK = 512
+_CDF_END = 1e-15
 
 
 @dataclass(frozen=True)
@@ -145,10 +147,16 @@ def top_two(row: Float32Array) -> tuple[int, float]:
 
 
 def largest(row: Float32Array, n: int) -> IntArray:
-    """Ids of the n largest values, largest first, equals by lower id.
+    """Ids of the n largest values, largest first, equals by lower id."""
+    ids = _candidates(row, n)
+    return ids[np.argsort(-row[ids], kind="stable")[:n]]
 
-    The n-th largest of the column maxima bounds the n-th largest value from below, so that exact work is
-    needed on a few hundred candidates alone.
+
+def _candidates(row: Float32Array, n: int) -> IntArray:
+    """Ascending ids that hold the n largest values and every tie of the n-th; often not many more.
+
+    The n-th largest of the column maxima bounds the n-th largest value from below, so that one pass over
+    the row leaves a few hundred ids for exact work.
     """
     size = len(row)
     n = min(n, size)
@@ -157,9 +165,7 @@ def largest(row: Float32Array, n: int) -> IntArray:
     maxima = row[:whole].reshape(-1, columns).max(axis=0)  # [columns]
     np.maximum(maxima[: size - whole], row[whole:], out=maxima[: size - whole])
     floor = np.partition(maxima, columns - n)[columns - n]
-    candidates = np.flatnonzero(row >= floor)
-    order = np.argsort(-row[candidates], kind="stable")[:n]
-    return candidates[order]
+    return np.flatnonzero(row >= floor)
 
 
 def distribution(row: Float32Array, sampling: Sampling, near_tie: float = _NEAR_TIE) -> Distribution:
@@ -171,18 +177,27 @@ def distribution(row: Float32Array, sampling: Sampling, near_tie: float = _NEAR_
     top = _checked_top(row.max())
     if sampling.top_k == 0 and sampling.top_p == 1.0:
         return _untruncated(row, top, sampling, near_tie)
-    ids, weights, total = _ordered(row, top, sampling)  # descending
+    ids, total = _truncation_candidates(row, top, sampling)
+    values = row[ids]
+    ordered = np.sort(values)[::-1]
+    weights = np.exp((ordered.astype(np.float64) - top) / sampling.temperature)  # descending
+    if sampling.top_k:
+        total = float(weights[: sampling.top_k].sum())
     kept, slack = _truncate(weights, total, sampling, near_tie)
-    order = np.argsort(ids[:kept])
-    probs = weights[:kept][order]
-    return Distribution(ids[:kept][order], probs / probs.sum(), slack)
+    inside = values >= ordered[kept - 1]
+    if np.count_nonzero(inside) > kept:  # a tie at the cut: the lowest ids stay
+        tied = np.flatnonzero(values == ordered[kept - 1])
+        inside[tied[kept - np.count_nonzero(inside) :]] = False
+    probs = np.exp((values[inside].astype(np.float64) - top) / sampling.temperature)
+    return Distribution(ids[inside], probs / probs.sum(), slack)
 
 
 def _untruncated(row: Float32Array, top: float, sampling: Sampling, near_tie: float) -> Distribution:
     """Temperature alone (dense), or with min-p (a threshold in logits)."""
     if sampling.min_p == 0.0:
-        weights = _weights(row, top, sampling.temperature)
-        return Distribution(None, weights / weights.sum())
+        weights = _weights(row, top, sampling.temperature).astype(np.float64)
+        weights /= weights.sum()
+        return Distribution(None, weights)
     floor = top + sampling.temperature * float(np.log(sampling.min_p))
     ids = np.flatnonzero(row >= np.float32(floor - 0.01))  # a little wide; the exact test follows
     values = row[ids].astype(np.float64)
@@ -193,47 +208,47 @@ def _untruncated(row: Float32Array, top: float, sampling: Sampling, near_tie: fl
     return Distribution(ids[keep], weights[keep] / total, slack)
 
 
-def _ordered(row: Float32Array, top: float, sampling: Sampling) -> tuple[IntArray, Float64Array, float]:
-    """Ids and unnormalised weights in descending order, as many as truncation can need, and the mass.
+def _truncation_candidates(row: Float32Array, top: float, sampling: Sampling) -> tuple[IntArray, float]:
+    """Ascending ids among which truncation decides, and (for top-p alone) the weight of the whole row.
 
-    One id more than top-k is returned (the first one cut), so that a tie at the edge can be seen.
+    With top-k, the first value that is cut comes along, so that a tie at the edge can be seen.
     """
-    temperature = sampling.temperature
     if sampling.top_k:
-        ids = largest(row, sampling.top_k + 1)
-        weights = np.exp((row[ids].astype(np.float64) - top) / temperature)
-        return ids, weights, float(weights[: sampling.top_k].sum())
-    total = float(_weights(row, top, temperature).sum())
-    n = 256
-    while True:
-        ids = largest(row, n)
-        weights = np.exp((row[ids].astype(np.float64) - top) / temperature)
-        if n >= len(row) or weights[:-1].sum() >= sampling.top_p * total:
-            return ids, weights, total
-        n *= 8
+        return _candidates(row, sampling.top_k + 1), 0.0
+    weights = _weights(row, top, sampling.temperature)
+    total = float(weights.sum())
+    for n in (256, 4096):
+        ids = _candidates(row, n)
+        if n < len(row) and float(weights[ids].sum()) > (sampling.top_p + 1e-4) * total:
+            return ids, total
+    return np.arange(len(row)), total
 
 
 def _truncate(weights: Float64Array, total: float, sampling: Sampling, near_tie: float) -> tuple[int, float]:
-    """How many of the descending weights stay, and the mass at cuts that float noise could move."""
+    """How many of the descending weights stay, and the share of mass at cuts that noise could move."""
     limit = min(sampling.top_k or len(weights), len(weights))
-    before = np.cumsum(weights) - weights
-    kept = int(np.count_nonzero(before[:limit] < sampling.top_p * total)) if sampling.top_p < 1.0 else limit
-    at_cut = 0.0
+    kept, at_cut = limit, 0.0
+    mass = np.cumsum(weights)
+    if sampling.top_p < 1.0:
+        kept = min(limit, 1 + int(np.searchsorted(mass, sampling.top_p * total)))
     if kept == limit < len(weights):  # top-k decided
         last, cut = float(weights[limit - 1]), float(weights[limit])
         tied = cut > 0.0 and sampling.temperature * (math.log(last) - math.log(cut)) < near_tie
-        at_cut += last if tied else 0.0
+        at_cut = last if tied else 0.0
     elif sampling.top_p < 1.0:
-        reach = np.abs(before[max(0, kept - 1) : kept + 1] / total - sampling.top_p)
-        at_cut += weights[kept - 1] if reach.min(initial=1.0) < near_tie else 0.0
-    kept = min(kept, int(np.count_nonzero(weights >= max(sampling.min_p, 1e-300))))
-    return kept, float(at_cut / weights[:kept].sum())
+        reach = np.abs(mass[max(0, kept - 2) : kept] / total - sampling.top_p)
+        at_cut = float(weights[kept - 1]) if reach.min() < near_tie else 0.0
+    if weights[kept - 1] < max(sampling.min_p, 1e-300):
+        kept = int(np.count_nonzero(weights[:kept] >= max(sampling.min_p, 1e-300)))
+    return kept, float(at_cut / mass[kept - 1])
 
 
-def _weights(row: Float32Array, top: float, temperature: float) -> Float64Array:
+def _weights(row: Float32Array, top: float, temperature: float) -> Float32Array:
     """exp((row - top) / temperature) [V], the largest being 1."""
     with np.errstate(over="ignore", under="ignore"):
-        weights: Float64Array = np.exp((row - np.float32(top)) / np.float32(temperature)).astype(np.float64)
+        weights = row - np.float32(top)
+        weights /= np.float32(temperature)
+        np.exp(weights, out=weights)
     return weights
 
 
@@ -248,17 +263,32 @@ def _checked_top(value: np.floating | float) -> float:
 
 def draw(chances: Distribution, uniform: float) -> tuple[int, float]:
     """The token whose CDF interval (in id order) holds `uniform`, and the distance to the nearer edge."""
-    cdf = np.cumsum(chances.probs)
-    aim = uniform * cdf[-1]
+    probs, base, before = chances.probs, 0, 0.0
+    if len(probs) > 4 * _CDF_BLOCK:  # find the block first: a running sum over 150,000 ids is slow
+        blocks = np.add.reduceat(probs, np.arange(0, len(probs), _CDF_BLOCK))
+        total = float(blocks.sum())
+        block, before, _ = _interval(blocks, uniform * total)
+        base = block * _CDF_BLOCK
+        probs = probs[base : base + _CDF_BLOCK]
+    else:
+        total = float(probs.sum())
+    aim = uniform * total - before
+    index, low, high = _interval(probs, aim)
+    low, high, index = low + before, high + before, index + base
+    margins = [uniform * total - low] if low > _CDF_END else []
+    if high < total - _CDF_END:
+        margins.append(high - uniform * total)
+    token = index if chances.ids is None else int(chances.ids[index])
+    return token, max(0.0, min(margins, default=1.0))
+
+
+def _interval(probs: Float64Array, aim: float) -> tuple[int, float, float]:
+    """The index whose interval of the running sum holds `aim`, with the interval's ends."""
+    cdf = np.cumsum(probs)
     index = int(np.searchsorted(cdf, aim, side="right"))
     if index == len(cdf):  # rounding carried the aim to the very end
-        index = int(np.flatnonzero(chances.probs)[-1])
-    low = float(cdf[index] - chances.probs[index])
-    margins = [aim - low] if low > 1e-15 else []
-    if cdf[index] < cdf[-1]:
-        margins.append(float(cdf[index]) - aim)
-    token = index if chances.ids is None else int(chances.ids[index])
-    return token, float(min(margins, default=1.0))
+        index = int(np.flatnonzero(probs)[-1])
+    return index, float(cdf[index] - probs[index]), float(cdf[index])
 
 
 def probability(chances: Distribution, token: int) -> float:

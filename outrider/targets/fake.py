@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
-from outrider.contracts import BoolArray, Float32Array, IntArray, LogitsRequest, Output, TopK, TopRows
+from outrider.contracts import (
+    BoolArray,
+    Float32Array,
+    IntArray,
+    LogitsRequest,
+    Output,
+    Proposal,
+    Sampling,
+    TopK,
+    TopRows,
+)
 from outrider.errors import ContextError
 
-__all__ = ["FakeGraph", "LogitsFunction", "VirtualClock", "blend_logits", "random_logits"]
+__all__ = ["FakeDrafter", "FakeGraph", "LogitsFunction", "VirtualClock", "blend_logits", "random_logits"]
 
 LogitsFunction = Callable[[tuple[int, ...]], Float32Array]
 """Tokens that a row sees, oldest first -> next-token logits [V]."""
@@ -203,3 +214,72 @@ def _top_rows(rows: Float32Array, n: int) -> TopRows:
 
 def _hidden(view: tuple[int, ...], layer: int) -> Float32Array:
     return np.random.default_rng(_digest(view, layer)).standard_normal(_HIDDEN_SIZE, dtype=np.float32)
+
+
+class FakeDrafter:
+    """Drafts chains and trees from `logits`, under any of the rules that a `Proposal` can name.
+
+    `branching[d]` is how many children a node at depth d gets (the last entry goes on); nodes are laid out
+    breadth first until k are drafted. q is the softmax of `logits`, or one-hot under `deterministic`, whose
+    children are the most likely tokens.
+    """
+
+    name = "fake"
+
+    def __init__(
+        self,
+        logits: LogitsFunction,
+        branching: tuple[int, ...] = (1,),
+        rule: Literal["iid", "without_replacement", "deterministic"] = "deterministic",
+    ) -> None:
+        self.logits = logits
+        self.branching = branching
+        self.rule = rule
+        self.observed: list[tuple[int, ...]] = []
+
+    def propose(
+        self, context: Sequence[int], k: int, sampling: Sampling, rng: np.random.Generator
+    ) -> Proposal:
+        """Draft k nodes below the end of `context`."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        rows: list[Float32Array] = []
+        paths: list[tuple[int, ...]] = []
+        node, start = -1, tuple(context[:])
+        while len(tokens) < k and node < len(tokens):
+            path = paths[node] if node >= 0 else ()
+            breadth = self.branching[min(len(path), len(self.branching) - 1)]
+            for token, q in self._children(start + path, min(breadth, k - len(tokens)), rng):
+                tokens.append(token)
+                parents.append(node)
+                rows.append(q)
+                paths.append((*path, token))
+            node += 1
+        q_rows = None if self.rule == "deterministic" else np.stack(rows)
+        return Proposal(np.array(tokens, np.int64), np.array(parents, np.int64), q_rows, rule=self.rule)
+
+    def _children(
+        self, context: tuple[int, ...], n: int, rng: np.random.Generator
+    ) -> list[tuple[int, Float32Array]]:
+        logits = self.logits(context).astype(np.float64)
+        q = np.exp(logits - logits.max())
+        children = []
+        for order in np.argsort(-q, kind="stable")[:n]:
+            token = int(order)
+            if self.rule != "deterministic":
+                q = q / q.sum()
+                token = int(rng.choice(len(q), p=q))
+            children.append((token, q.astype(np.float32)))
+            if self.rule == "without_replacement":
+                q = np.where(np.arange(len(q)) == token, 0.0, q)
+                if not q.any():
+                    break
+        return children
+
+    def observe(self, committed: Sequence[int], output: Output | None, rows: Sequence[int]) -> None:
+        """Remember what was committed, in `observed`."""
+        self.observed.append(tuple(committed))
+
+    def reset(self) -> None:
+        """Forget what was observed."""
+        self.observed.clear()
