@@ -164,6 +164,7 @@ class TokenizerEntry:
     bos_id: int | None = None
     add_bos: bool = False
     chat_template: str | None = None  # a name in `files`
+    eos_token: str | None = None  # what chat templates call by this name; None = the token of eos_ids[0]
 
     def __post_init__(self) -> None:
         """Refuse a template that is not among the files, and BOS without an id."""

@@ -109,6 +109,12 @@ def test_a_bundle_generates_and_chats(bundle: Path, opened: Opened) -> None:
     assert [graph.closed for _, _, graph in opened] == [True, True]
 
 
+def test_a_template_gets_the_end_token_that_the_manifest_names(bundle: Path, opened: Opened) -> None:
+    edit(bundle, lambda m: {"tokenizer": replace(m.tokenizer, eos_ids=(0, 2), eos_token="<|stop|>")})
+    with outrider.load(bundle) as pipeline:
+        assert pipeline.chat_tokens([{"role": "user", "content": "Hi"}])[-1] == 2
+
+
 def test_the_text_is_the_same_with_every_drafter(bundle: Path, opened: Opened) -> None:
     options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
     with outrider.load(bundle) as pipeline, outrider.load(bundle, draft=False) as alone:

@@ -224,8 +224,9 @@ def _template(
     name = manifest.tokenizer.chat_template
     if name is None:
         return None
-    special = {"eos_token": tokenizer.token(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""}
-    special["bos_token"] = tokenizer.token(tokenizer.bos_id) if tokenizer.bos_id is not None else ""
+    end = tokenizer.token(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
+    begin = tokenizer.token(tokenizer.bos_id) if tokenizer.bos_id is not None else ""
+    special = {"bos_token": begin, "eos_token": manifest.tokenizer.eos_token or end}
     return ChatTemplate(bundle_path(directory, name).read_text(encoding="utf-8"), special)
 
 

@@ -13,6 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class Tokenizer:
     def __len__(self) -> int:
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
-    @property
+    @cached_property
     def id_limit(self) -> int:
         """One more than the largest id that is a token; rows from there on only pad an embedding."""
         limit = max(len(self), *(index + 1 for index in self.special_ids), 0)
