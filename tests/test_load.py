@@ -76,8 +76,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     """What the fake backend opened, with what options."""
     calls: Opened = []
 
-    def open_fake(folder: Any, entry: GraphEntry, options: RoleOptions, max_context: int | None) -> Graph:
-        graph = FakeGraph(entry.vocab_size, min(max_context or 9999, entry.max_context), seed=3)
+    def open_fake(folder: Any, entry: GraphEntry, options: RoleOptions) -> Graph:
+        graph = FakeGraph(entry.vocab_size, entry.max_context, seed=3)
         calls.append((entry.path, options, graph))
         return graph
 
@@ -198,7 +198,9 @@ def test_options_for_a_draft_that_is_not_loaded_are_refused(bundle: Path, opened
 
 def test_a_smaller_context_can_be_asked_for(bundle: Path, opened: Opened) -> None:
     with outrider.load(bundle, max_context=64) as pipeline:
-        assert pipeline.engine.target.max_context == 64
+        assert [graph.max_context for _, _, graph in opened] == [64, 64]
+        result = pipeline.generate([5] * 60, max_tokens=None, ignore_eos=True)
+        assert (len(result.tokens), result.finish_reason) == (4, "length")
     for wrong in (1, 201):
         with pytest.raises(
             UsageError, match=f"max_context is {wrong}; this bundle was exported for 2 to 200"
@@ -251,12 +253,3 @@ def test_a_file_that_onnxruntime_cannot_read_is_passed_over_with_its_reason(bund
         outrider.load(bundle, target_providers=["NoProvider"])
     with pytest.raises(UsageError, match="provider options for 'Other', which is not among CPUExecution"):
         outrider.load(bundle, target_provider_options={"Other": {}})
-
-
-def test_a_cache_of_fixed_length_cannot_be_shortened(bundle: Path) -> None:
-    entry = graph_entry(bundle, "target.bin", backend="onnxruntime", profile="split", widths=(1, 4))
-    edit(bundle, lambda m: {"roles": {"target": RoleEntry((entry,))}})
-    with pytest.raises(
-        UsageError, match=r"max_context is 64, but target\.bin has a cache of fixed length 200"
-    ):
-        outrider.load(bundle, max_context=64)

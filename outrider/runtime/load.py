@@ -87,7 +87,8 @@ def load(
     Each role gets the first of its graphs, by preference, that this machine can run;
     `Pipeline.placement` says which, and why others were passed over. `draft` False leaves the draft model
     out, and drafting to n-gram lookup. `verify` "full" also hashes every file. `max_context` holds fewer
-    tokens than the bundle allows. Providers are ONNX Runtime's, by name, with options per name.
+    tokens than the bundle allows (the memory of the cache stays: its length is part of the graph).
+    Providers are ONNX Runtime's, by name, with options per name.
 
     Raises BundleError for a damaged bundle, BackendError when no graph of a role can run here, UsageError
     for an option that cannot be honoured.
@@ -138,10 +139,11 @@ def open_role(
         reason = _unwanted(graph, options)
         if reason is None:
             try:
-                opened = BACKENDS[graph.backend](directory, graph, options, max_context)
+                opened = BACKENDS[graph.backend](directory, graph, options)
             except (BackendError, MissingExtraError) as error:
                 reason = str(error)
             else:
+                opened.max_context = min(opened.max_context, max_context or opened.max_context)
                 return opened, _placed(role, graph, opened, passed)
         passed.append(f"{graph.path} ({graph.backend}, {graph.unit}): {reason}")
         _log.warning("%s: passed over %s", role, passed[-1])
@@ -239,9 +241,7 @@ def _drafters(draft: Graph | None, placed: Placement, tokenizer: Tokenizer) -> d
     return drafters
 
 
-def _open_onnxruntime(
-    directory: str | os.PathLike[str], graph: GraphEntry, options: RoleOptions, max_context: int | None
-) -> Graph:
+def _open_onnxruntime(directory: str | os.PathLike[str], graph: GraphEntry, options: RoleOptions) -> Graph:
     """Open a graph with ONNX Runtime, on the CPU unless providers are named."""
     from outrider.targets.onnxruntime import OnnxGraph
 
@@ -252,7 +252,7 @@ def _open_onnxruntime(
         raise UsageError(f"provider options for {stray[0]!r}, which is not among {', '.join(providers)}")
     return OnnxGraph.load(
         bundle_path(directory, graph.path),
-        _onnx_meta(graph, max_context),
+        _onnx_meta(graph),
         threads=options.threads,
         providers=providers,
         provider_options=[{key: str(v) for key, v in given.get(name, {}).items()} for name in providers],
@@ -260,17 +260,13 @@ def _open_onnxruntime(
     )
 
 
-def _onnx_meta(graph: GraphEntry, max_context: int | None) -> dict[str, Any]:
+def _onnx_meta(graph: GraphEntry) -> dict[str, Any]:
     """What `targets.onnxruntime` must know; what the manifest has no field for is among the options."""
-    if max_context is not None and max_context < graph.max_context and graph.widths is not None:
-        raise UsageError(
-            f"max_context is {max_context}, but {graph.path} has a cache of fixed length {graph.max_context}"
-        )
     return {
         **graph.options,
         "profile": graph.profile,
         "widths": graph.widths,
-        "max_context": min(max_context or graph.max_context, graph.max_context),
+        "max_context": graph.max_context,
         "vocab_size": graph.vocab_size,
         "layers": graph.kv.layers,
         "kv_heads": graph.kv.heads,
@@ -279,7 +275,7 @@ def _onnx_meta(graph: GraphEntry, max_context: int | None) -> dict[str, Any]:
     }
 
 
-Opener = Callable[[str | os.PathLike[str], GraphEntry, RoleOptions, int | None], Graph]
+Opener = Callable[[str | os.PathLike[str], GraphEntry, RoleOptions], Graph]
 
 BACKENDS: dict[str, Opener] = {"onnxruntime": _open_onnxruntime}
 """Backend name -> what opens one of its graphs; raises BackendError or MissingExtraError if it cannot."""
