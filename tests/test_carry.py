@@ -67,6 +67,7 @@ def test_minima_are_exact_as_a_correction(type_name: str) -> None:
 def test_eight_bit_blocks_hold_minima_closely(type_name: str) -> None:
     raw = raw_blocks(type_name)
     packed = pack(dequantize(raw), Carry(minimum="round"), raw=[raw])
+    assert packed.scheme == BlockInt(8, 32)
     assert not packed.carried
     assert packed.correction is None
     assert 0 < packed.details["relative_error"] < 0.006
@@ -97,6 +98,17 @@ def test_what_the_scheme_cannot_hold_is_rounded_again_and_says_so() -> None:
     assert carried_scheme(["Q4_1"], BlockInt(4, 32)) is None
     assert carried_scheme(["Q4_0", "F32"], Carry()) is None
     assert carried_scheme([], Carry()) is None
+
+
+def test_wide_blocks_are_rounded_only_when_asked() -> None:
+    fast = Carry(otherwise=BlockInt(4, 64), wide="round", eight_bit=BlockInt(8, 128))
+    for name in ("Q6_K", "Q8_0", "Q5_K"):
+        raw = raw_blocks(name)
+        packed = pack(dequantize(raw), fast, raw=[raw])
+        assert packed.scheme == BlockInt(8, 128)
+        assert not packed.carried
+    assert carried_scheme(["Q4_K"], fast) == BlockInt(4, 32)
+    assert pack(np.ones((2, 64), np.float32), fast).scheme == BlockInt(4, 64)
 
 
 def test_parts_of_different_widths_are_refused() -> None:

@@ -19,7 +19,7 @@ from outrider.quantize.layout import concatenate, over_chunks, store_blocks
 from outrider.quantize.methods import Codes, middle
 from outrider.quantize.schemes import BlockInt, Carry, PackedMatrix, RawBlocks
 
-__all__ = ["carried_scheme", "carry"]
+__all__ = ["carried_scheme", "carry", "rounded_scheme"]
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,38 @@ FORMATS = {
 
 
 def carried_scheme(types: Sequence[str], scheme: BlockInt | Carry) -> BlockInt | None:
-    """The scheme under which parts of these ggml types are held exactly, or None when they cannot be.
+    """The scheme under which parts of these ggml types are held exactly, or None when they are rounded again.
 
     A `BlockInt` holds types without a minimum when it has the bits and its block divides theirs; `Carry`
-    takes whatever bits and block the types need, minima included if it allows the correction.
+    takes whatever bits and block the types need, as far as its fields allow.
     """
-    formats = [FORMATS.get(name) for name in types]
-    known = [part for part in formats if part is not None]
-    if not known or len(known) < len(formats):
+    needed = _needed(types)
+    if needed is None:
         return None
-    bits, block = max(part.bits for part in known), min(part.block for part in known)
-    minimum = any(part.minimum for part in known)
     if isinstance(scheme, Carry):
-        if minimum and scheme.minimum != "correction":
+        if (needed.minimum and scheme.minimum == "round") or (needed.bits == 8 and scheme.wide == "round"):
             return None
-        return replace(
-            scheme.otherwise, bits=8 if bits == 8 else 4, block=block, symmetric=True, method="rtn"
-        )
-    if minimum or scheme.bits < bits or block % scheme.block:
+        level = scheme.otherwise.accuracy_level
+        return BlockInt(8 if needed.bits == 8 else 4, needed.block, accuracy_level=level)
+    if needed.minimum or scheme.bits < needed.bits or needed.block % scheme.block:
         return None
     return replace(scheme, symmetric=True, method="rtn")
+
+
+def rounded_scheme(types: Sequence[str], scheme: Carry) -> BlockInt:
+    """The scheme of parts that `carried_scheme` does not carry."""
+    return scheme.otherwise if _needed(types) is None else scheme.eight_bit
+
+
+def _needed(types: Sequence[str]) -> _Format | None:
+    formats = [FORMATS[name] for name in types if name in FORMATS]
+    if not formats or len(formats) < len(types):
+        return None
+    return _Format(
+        max(part.bits for part in formats),
+        min(part.block for part in formats),
+        any(part.minimum for part in formats),
+    )
 
 
 def carry(raw: Sequence[RawBlocks], scheme: BlockInt | Carry) -> PackedMatrix | None:

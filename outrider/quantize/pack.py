@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import ExportError
-from outrider.quantize.carry import carry
+from outrider.quantize.carry import carry, rounded_scheme
 from outrider.quantize.layout import (
     concatenate,
     over_chunks,
@@ -63,7 +63,7 @@ def pack(
         if carried is not None:
             return _with_error(weight, carried, threads)
     if isinstance(scheme, Carry):
-        scheme = scheme.otherwise
+        scheme = rounded_scheme([part.type_name for part in raw or ()], scheme)
     if isinstance(scheme, Float):
         return _with_error(weight, _pack_float(weight, scheme), threads)
     if isinstance(scheme, DynamicInt8):

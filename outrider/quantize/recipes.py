@@ -94,8 +94,8 @@ def check_role(recipe: Recipe, role: str) -> None:
 def parse_scheme(text: str) -> AnyScheme:
     """The scheme that a text names.
 
-    `fp32`, `fp16`, `int8-dynamic`, `carry`, `carry-round`, or `int4` / `int8` with any of `-b<block>`,
-    `-<method>`, `-asym` and `-level<accuracy level>` after it, as in `int4-b64-hqq-asym`.
+    `fp32`, `fp16`, `int8-dynamic`, `carry`, `carry-fast`, `carry-round`, or `int4` / `int8` with any of
+    `-b<block>`, `-<method>`, `-asym` and `-level<accuracy level>` after it, as in `int4-b64-hqq-asym`.
     """
     if text in _FIXED:
         return _FIXED[text]
@@ -126,12 +126,12 @@ def _with_part(scheme: BlockInt, part: str, text: str) -> BlockInt:
 
 
 def format_scheme(scheme: AnyScheme) -> str:
-    """The text that `parse_scheme` reads back (a `Carry` keeps only its way of taking minima)."""
+    """The text that `parse_scheme` reads back (a `Carry` keeps only its two ways)."""
     for text, fixed in _FIXED.items():
         if scheme == fixed:
             return text
     if isinstance(scheme, Carry):
-        return "carry" if scheme.minimum == "correction" else "carry-round"
+        return _carry_name(scheme)
     if not isinstance(scheme, BlockInt):
         raise UsageError(f"scheme {scheme!r} has no name")
     method = "" if scheme.method == "rtn" else f"-{scheme.method}"
@@ -140,12 +140,19 @@ def format_scheme(scheme: AnyScheme) -> str:
     return f"int{scheme.bits}-b{scheme.block}{method}{asym}{level}"
 
 
+def _carry_name(scheme: Carry) -> str:
+    if scheme.minimum == "round":
+        return "carry-round"
+    return "carry" if scheme.wide == "exact" else "carry-fast"
+
+
 _FIXED: dict[str, AnyScheme] = {
     "fp32": Float(),
     "fp16": Float("float16"),
     "int8-dynamic": DynamicInt8(),
     "carry": Carry(),
-    "carry-round": Carry(minimum="round"),
+    "carry-fast": Carry(wide="round", eight_bit=INT8),
+    "carry-round": Carry(minimum="round", wide="round", eight_bit=INT8),
 }
 
 
@@ -193,7 +200,7 @@ def _scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:
     kind = next(name for name, known in _KINDS.items() if isinstance(scheme, known))
     fields = {key: getattr(scheme, key) for key in scheme.__dataclass_fields__}
     if isinstance(scheme, Carry):
-        fields["otherwise"] = _scheme_to_json(scheme.otherwise)
+        fields |= {key: _scheme_to_json(fields[key]) for key in ("otherwise", "eight_bit")}
     return {"kind": kind, **fields}
 
 
@@ -202,6 +209,6 @@ def _scheme_from_json(value: Mapping[str, Any]) -> AnyScheme:
     kind = fields.pop("kind")
     if kind not in _KINDS:
         raise UsageError(f"unknown kind of scheme {kind!r}; known: {', '.join(_KINDS)}")
-    if "otherwise" in fields:
-        fields["otherwise"] = _scheme_from_json(fields["otherwise"])
+    for key in fields.keys() & {"otherwise", "eight_bit"}:
+        fields[key] = _scheme_from_json(fields[key])
     return _KINDS[kind](**fields)
