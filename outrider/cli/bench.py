@@ -49,7 +49,7 @@ def command(bundle: Path, style: str, as_json_text: bool, **options: Any) -> Non
     bar = ProgressBar()
     with open_pipeline(bundle, options) as pipeline:
         if style == "md":
-            click.echo("\n".join(pipeline.placement))
+            click.echo("\n".join(map(str, pipeline.placement)))
         settings = _settings(pipeline, drafters, ks)
         rows = [bench_prefill(pipeline, prompt_tokens, repeats)]
         rows += bench(

@@ -66,7 +66,7 @@ class Tokenizer:
     @cached_property
     def id_limit(self) -> int:
         """One more than the largest id that is a token; rows from there on only pad an embedding."""
-        limit = max(len(self), *(index + 1 for index in self.special_ids), 0)
+        limit: int = max(len(self), *(index + 1 for index in self.special_ids), 0)
         while limit and self.token(limit - 1) in ("", f"[PAD{limit - 1}]"):
             limit -= 1
         return limit
