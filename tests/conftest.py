@@ -1,9 +1,12 @@
-"""Tiny models and tokenizers that tests build for themselves; nothing here is downloaded."""
+"""Tiny models and tokenizers that tests build for themselves, and the one real model that they may fetch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 TEXTS = [
@@ -48,3 +51,66 @@ def byte_fallback_bpe() -> Any:
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever asks for the real model is marked `weights`."""
+    for item in items:
+        if "smollm2_gguf" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.weights)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct Q4_1, fetched once into the cache by the product's own catalog."""
+    from outrider.export.fetch import fetch
+
+    return fetch("smollm2-135m-q4_1")
+
+
+@pytest.fixture(scope="session")
+def write_gguf() -> Callable[..., Path]:
+    """A writer of small GGUF files on the `gguf` package (an implementation independent of ours).
+
+    `write(path, arch, metadata, tensors)`: metadata keys without a dot before them belong to the architecture
+    unless they start with general, tokenizer or split; a tensor is a float array, stored as F32, or a pair of
+    a ggml type name and an array: quantized when it is float, stored as it is when it is uint8.
+    """
+    import gguf
+
+    def write(
+        path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, Any], order: str = "little"
+    ) -> Path:
+        endian = gguf.GGUFEndian.LITTLE if order == "little" else gguf.GGUFEndian.BIG
+        writer = gguf.GGUFWriter(path, arch, endianess=endian)
+        for key, value in metadata.items():
+            whole = key if key.startswith(("general.", "tokenizer.", "split.")) else f"{arch}.{key}"
+            _add_value(writer, whole, value)
+        for name, tensor in tensors.items():
+            if isinstance(tensor, tuple):
+                kind = gguf.GGMLQuantizationType[tensor[0]]
+                data = tensor[1] if tensor[1].dtype == np.uint8 else gguf.quants.quantize(tensor[1], kind)
+                writer.add_tensor(name, data, raw_dtype=kind)
+            else:
+                writer.add_tensor(name, np.asarray(tensor, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+def _add_value(writer: Any, key: str, value: Any) -> None:
+    """Numbers as llama.cpp's converter writes them: uint32 and float32."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +37,8 @@ from outrider.quantize.schemes import RawBlocks
 
 __all__ = ["Checkpoint", "Source", "TokenizerFiles", "open_checkpoint"]
 
+Origin = tuple[str, str, str | None]  # kind, id, revision of a Source
+
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -62,7 +65,7 @@ class Checkpoint:
         views: Mapping[str, View],
         store: TensorStore,
         tokenizer: Callable[[], TokenizerFiles],
-        origin: tuple[str, str, str | None],  # kind, id, revision
+        origin: Origin,
         paths: Mapping[str, Path],
     ) -> None:
         check_shapes(config, views, store, origin[1])
@@ -98,7 +101,7 @@ class Checkpoint:
         return Source(kind, identity, revision, files)
 
     def first_layers(self, count: int) -> Checkpoint:
-        """The same model cut after its first `count` layers; it shares the files, and either may close them."""
+        """The same model cut after `count` layers; it shares the files, and either may close them."""
         if not 1 <= count <= self.config.num_layers:
             raise UsageError(f"cannot keep {count} layers of {self.config.num_layers}")
         config = replace(self.config, num_layers=count, layer_types=self.config.layer_types[:count])
@@ -164,12 +167,14 @@ def open_checkpoint(
     return _open_folder(folder, ("hub", name, commit))
 
 
-def _open_folder(folder: Path, origin: tuple[str, str, str | None]) -> Checkpoint:
+def _open_folder(folder: Path, origin: Origin) -> Checkpoint:
     if not (folder / "config.json").is_file():
         gguf = sorted(path.name for path in folder.glob("*.gguf"))
         hint = f"give one of its GGUF files: {', '.join(gguf[:5])}" if gguf else "it is no model folder"
         raise CheckpointError(f"{folder} has no config.json; {hint}")
-    config = config_from_json(read_json(folder / "config.json"), str(folder / "config.json"))
+    path = folder / "config.json"
+    with _sound(path):
+        config = config_from_json(read_json(path), str(path))
     shards = shards_of(folder)
     store = SafetensorsStore(shards)
     files = [folder / name for name in ("config.json", "tokenizer.json")] + shards
@@ -187,10 +192,11 @@ def _open_folder(folder: Path, origin: tuple[str, str, str | None]) -> Checkpoin
         raise
 
 
-def _open_gguf(path: Path, origin: tuple[str, str, str | None]) -> Checkpoint:
+def _open_gguf(path: Path, origin: Origin) -> Checkpoint:
     file = GgufFile(path)
     try:
-        config = config_from_gguf(file)
+        with _sound(path):
+            config = config_from_gguf(file)
         refuse_unsupported(file)
         return Checkpoint(
             config=config,
@@ -203,3 +209,12 @@ def _open_gguf(path: Path, origin: tuple[str, str, str | None]) -> Checkpoint:
     except BaseException:
         file.close()
         raise
+
+
+@contextmanager
+def _sound(path: Path) -> Iterator[None]:
+    """A value of the wrong kind in a file is the file's fault: say which file, without a traceback."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{path} describes no model that makes sense ({error}); get it again") from None

@@ -14,7 +14,7 @@ from typing import Any
 from outrider.errors import CheckpointError
 from outrider.export.config import ModelConfig
 from outrider.export.gguf import GgufFile
-from outrider.export.weights import View
+from outrider.export.weights import MAX_LAYERS, View
 
 __all__ = ["ARCHITECTURES", "config_from_gguf", "weight_map_from_gguf"]
 
@@ -95,6 +95,8 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     hidden, heads, layers = (
         keys.integer(key) for key in ("embedding_length", "attention.head_count", "block_count")
     )
+    if layers > MAX_LAYERS:
+        raise CheckpointError(f"{file.path.name}: block_count is {layers}; at most {MAX_LAYERS} are read")
     head_dim = keys.integer("attention.key_length", hidden // heads)
     rotary = keys.integer("rope.dimension_count", head_dim)
     gemma = arch.startswith("gemma")

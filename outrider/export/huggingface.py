@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.errors import CheckpointError
 from outrider.export.config import ModelConfig
-from outrider.export.weights import View
+from outrider.export.weights import MAX_LAYERS, View
 
 __all__ = ["MODEL_TYPES", "config_from_json", "weight_map_from_names"]
 
@@ -110,6 +110,8 @@ def config_from_json(data: Mapping[str, Any], where: str) -> ModelConfig:
         raise CheckpointError(f"{where} attends in both directions; it is no decoder")
     gemma = family.startswith("gemma")
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if config.integer("num_hidden_layers") > MAX_LAYERS:
+        raise CheckpointError(f"{where}: num_hidden_layers is above {MAX_LAYERS}")
     bias = bool(config("attention_bias", False))
     scaling, theta, local_theta = _rope(config)
     return ModelConfig(

@@ -13,7 +13,10 @@ from outrider.errors import CheckpointError
 from outrider.export.config import ModelConfig
 from outrider.quantize.schemes import RawBlocks
 
-__all__ = ["TensorStore", "View", "apply_view", "check_shapes", "expected_shapes", "view_raw"]
+__all__ = ["MAX_LAYERS", "TensorStore", "View", "apply_view", "check_shapes", "expected_shapes", "view_raw"]
+
+
+MAX_LAYERS = 1024  # far above any model; a damaged count must not become a loop over billions
 
 
 class TensorStore(Protocol):
