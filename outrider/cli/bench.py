@@ -67,7 +67,7 @@ def command(bundle: Path, style: str, as_json_text: bool, **options: Any) -> Non
 def _settings(pipeline: Pipeline, drafters: tuple[str, ...], ks: list[int | str]) -> list[Setting]:
     from outrider.runtime.bench import Setting
 
-    known = list(pipeline.drafters)
+    known = list(pipeline.engine.drafters)
     for name in drafters:
         if name not in known:
             raise UsageError(f"unknown drafter {name!r}; this bundle has {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Measure a pipeline the way users of llama-bench expect, with the plain row of the same run beside every other.
+"""Measure a pipeline as llama-bench users expect, with the plain row of the same run beside every other.
 
 Prompts run one after another; for each, every setting is measured in turn (paired and interleaved), so that a
 machine that slows down slows all of them. Speed-ups are medians over prompts of the ratio to the plain run.
@@ -21,7 +21,19 @@ if TYPE_CHECKING:
     from outrider.contracts import Sampling
     from outrider.runtime.pipeline import Pipeline, Result
 
-__all__ = ["BenchRow", "Prompt", "bench", "format_rows", "load_prompts"]
+__all__ = [
+    "BenchRow",
+    "Prompt",
+    "Setting",
+    "bench",
+    "bench_prefill",
+    "default_prompts",
+    "format_rows",
+    "load_prompts",
+]
+
+
+FIELDS = ("fuel", "toll", "repair", "wash", "tyre", "parking", "insurance", "tax")
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ class BenchRow:
 
 
 def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """Read JSON lines of `{"turns": [...]}` or `{"prompt": ...}`; `limit` keeps the first of each category."""
+    """Read JSON lines of `{"turns": [...]}` or `{"prompt": ...}`; `limit` keeps that many a category."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -62,6 +74,32 @@ def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     if not prompts:
         raise UsageError(f"{path} holds no prompts; expected JSON lines with 'turns' or 'prompt'")
     return prompts if limit is None else _first_of_each(prompts, limit)
+
+
+def default_prompts() -> list[Prompt]:
+    """Four short instructions: one each that mostly repeats its input, summarizes, explains, and programs."""
+    listing = "\n".join(f"    {name}_total = sum(row['{name}'] for row in rows)" for name in FIELDS)
+    passage = " ".join(f"In {year} the harbour handled {year - 1500} ships." for year in range(1990, 2002))
+    return [
+        Prompt("edit", (f"Rename the variable rows to records and repeat the whole program:\n{listing}",)),
+        Prompt("summary", (f"Summarize this text in two sentences: {passage}",)),
+        Prompt("explain", ("Explain how a sundial works.",)),
+        Prompt("code", ("Write a Python function that checks whether a string is a palindrome.",)),
+    ]
+
+
+def bench_prefill(pipeline: Pipeline, tokens: int, repeats: int) -> BenchRow:
+    """Prompt processing: tokens per second of a prompt of this many tokens, from an empty cache."""
+    ids = (pipeline.tokenizer.encode(default_prompts()[0].turns[0]) * (tokens // 16 + 1))[:tokens]
+    rates = []
+    for _ in range(repeats + 1):
+        pipeline.reset()
+        rates.append(pipeline.generate(ids, max_tokens=1, k=0).stats.prompt_tokens_per_s or 0.0)
+    rates = rates[1:]  # the first warms up
+    spread = statistics.stdev(rates) if len(rates) > 1 else 0.0
+    return BenchRow(
+        f"pp{tokens}", "prompt", None, "0", repeats, None, None, statistics.fmean(rates), spread, None
+    )
 
 
 def _parse(line: str, path: Path, number: int) -> Prompt:
@@ -220,7 +258,18 @@ def format_rows(rows: Sequence[BenchRow], style: Literal["md", "csv", "json"]) -
 
 
 def _markdown(rows: Sequence[BenchRow]) -> str:
-    head = ["test", "category", "drafter", "k", "n", "acceptance", "tok/round", "tok/s", "speed-up", "same text"]
+    head = [
+        "test",
+        "category",
+        "drafter",
+        "k",
+        "n",
+        "acceptance",
+        "tok/round",
+        "tok/s",
+        "speed-up",
+        "same text",
+    ]
     body = [
         [
             row.test,
@@ -237,7 +286,10 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
         for row in rows
     ]
     widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)) + " |" for r in [head, *body]]
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)) + " |"
+        for r in [head, *body]
+    ]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
 
