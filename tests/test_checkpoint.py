@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +142,13 @@ def convert(name: str, values: NDArray[np.float32], arch: str) -> NDArray[np.flo
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def both(
     request: pytest.FixtureRequest, write_gguf: Writer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Any, Path, Path]]:
+) -> tuple[Any, Path, Path]:
     """A transformers model, its folder (several shards) and its GGUF file."""
     folder = tmp_path_factory.mktemp(request.param)
     model = hf_model(request.param)
     model.save_pretrained(folder, max_shard_size="200KB")
     arch, metadata, tensors = as_converted(model)
-    yield model, folder, write_gguf(folder / "model.gguf", arch, metadata, tensors)
+    return model, folder, write_gguf(folder / "model.gguf", arch, metadata, tensors)
 
 
 def test_a_folder_gives_the_weights_of_transformers(both: tuple[Any, Path, Path]) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from GGUF metadata: known vectors, and small ones against a direct reading of the rules."""
+"""Tokenizers rebuilt from GGUF metadata: known vectors, and small ones against the rules read literally."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def byte_level(pre: str, merges: tuple[str, ...] = ("a b",), **extra: Any) -> di
 
 
 def sentencepiece(pieces: dict[str, float], **extra: Any) -> dict[str, Any]:
-    """Metadata of a SentencePiece BPE: specials, all bytes, two newline runs as user-defined tokens, pieces."""
+    """Metadata of a SentencePiece BPE: specials, user-defined runs of blanks, all bytes, pieces."""
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<end_of_turn>", "\n\n", "   "]
     types = [CONTROL, CONTROL, CONTROL, UNKNOWN, CONTROL, USER_DEFINED, USER_DEFINED]
     tokens += [f"<0x{byte:02X}>" for byte in range(256)]
@@ -151,7 +151,7 @@ def test_eos_ids_hold_declared_ids_and_known_end_tokens() -> None:
 
 
 def reference_sentencepiece(metadata: dict[str, Any], text: str) -> list[str]:
-    """SentencePiece's rule, read literally: merge the leftmost pair with the best score until none is left."""
+    """SentencePiece's rule, read literally: merge the leftmost pair with the best score, as long as there is one."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     score = dict(zip(tokens, scores, strict=True))
     symbols = list(text.replace(" ", "▁"))

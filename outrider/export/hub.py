@@ -39,14 +39,14 @@ def hub_file(repo: str, name: str, revision: str | None) -> Path:
     import huggingface_hub
 
     try:
-        reached = _probe(repo, revision)
+        _probe(repo, revision)
     except HubUnavailable:
         cached = huggingface_hub.try_to_load_from_cache(repo, name, revision=revision)
         if isinstance(cached, str):
             return Path(cached)
         raise
     with _as_unavailable(repo):
-        return Path(huggingface_hub.hf_hub_download(repo, name, revision=reached.sha))
+        return Path(huggingface_hub.hf_hub_download(repo, name, revision=revision))
 
 
 def hub_folder(repo: str, revision: str | None) -> tuple[Path, str]:
@@ -60,12 +60,11 @@ def hub_folder(repo: str, revision: str | None) -> tuple[Path, str]:
         reached = _probe(repo, revision)
     except HubUnavailable as error:
         return _cached_folder(repo, revision, error)
-    names = [sibling.rfilename for sibling in reached.siblings or ()]
+    wanted = _wanted(repo, [sibling.rfilename for sibling in reached.siblings or ()])
     with _as_unavailable(repo):
-        folder = huggingface_hub.snapshot_download(
-            repo, revision=reached.sha, allow_patterns=_wanted(repo, names)
-        )
-    return Path(folder), str(reached.sha)
+        # by the name of the revision, not by its commit: only so does the cache learn what the name means
+        folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=wanted))
+    return folder, folder.name
 
 
 def _wanted(repo: str, names: Sequence[str]) -> list[str]:
