@@ -151,7 +151,7 @@ def test_eos_ids_hold_declared_ids_and_known_end_tokens() -> None:
 
 
 def reference_sentencepiece(metadata: dict[str, Any], text: str) -> list[str]:
-    """SentencePiece's rule, read literally: merge the leftmost pair with the best score, as long as there is one."""
+    """SentencePiece's rule, read literally: merge the leftmost best-scored pair while there is one."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     score = dict(zip(tokens, scores, strict=True))
     symbols = list(text.replace(" ", "▁"))
