@@ -24,6 +24,7 @@ from outrider.runtime.text import Tokenizer
 __all__ = ["BACKENDS", "Placement", "RoleOptions", "load", "open_role", "open_tokenizer"]
 
 DEFAULT_PREFILL = 512  # tokens of the prompt in one forward
+FLOAT_NOISE = 1e-3  # in logits
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ def load(
             _drafters(graphs.get("draft"), placement[-1], tokenizer),
             vocab_limit=min(tokenizer.id_limit, graphs["target"].vocab_size),
             prefill_chunk=placement[0].prefill_width or DEFAULT_PREFILL,
+            near_tie=_near_tie(manifest),
         )
         template = _template(directory, manifest, tokenizer)
         return Pipeline(
@@ -190,6 +192,15 @@ def _context(manifest: Manifest, wanted: int | None) -> int | None:
             f"max_context is {wanted}; this bundle was exported for 2 to {manifest.max_context} tokens"
         )
     return wanted
+
+
+def _near_tie(manifest: Manifest) -> float:
+    """The gap, in logits, below which this target's choice may turn on the width of the forward.
+
+    Two logits that each move by `row_deviation` (measured at export) can swap when they are within twice that.
+    """
+    moved = manifest.quality.get("target", {}).get("row_deviation", 0.0)
+    return max(FLOAT_NOISE, 2.0 * float(moved))
 
 
 def _refuse_options(options: RoleOptions, why: str) -> None:

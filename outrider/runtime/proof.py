@@ -29,14 +29,16 @@ class Agreement:
 
 @dataclass(frozen=True)
 class RowIndependence:
-    """How far row logits moved, relative to their spread (standard deviation over the vocabulary).
+    """How far the logits of a row moved, in logits, and their spread (standard deviation over the vocabulary).
 
     `suffix`: the same width, other later tokens: anything but 0 means that rows see each other.
-    `width`: the same tokens at other widths: kernels may add in another order, so float noise is allowed.
+    `width`: the same tokens at other widths, where kernels may add in another order. With 8-bit activations
+    that noise grows from layer to layer; 0 means that the text cannot depend on the draft at all.
     """
 
     suffix: float
     width: float
+    spread: float
 
 
 def agreement(ours: Float32Array, reference: Float32Array) -> Agreement:
@@ -85,7 +87,7 @@ def row_independence(graph: Graph, tokens: IntArray) -> RowIndependence:
             second = _verify(graph, prefix, mixed)
             by_suffix = max(by_suffix, float(np.abs(second[:kept] - first[:kept]).max()))
     graph.truncate(0)
-    return RowIndependence(by_suffix / spread, by_width / spread)
+    return RowIndependence(by_suffix, by_width, spread)
 
 
 def _rows_one_by_one(graph: Graph, prefix: IntArray, tokens: IntArray) -> Float32Array:

@@ -1,0 +1,209 @@
+"""Prove a bundle on this machine: files, tokenizer, every graph against its float probe, rows, and the text.
+
+Nothing here trusts the export: hashes are recomputed, graphs are run, and the pair's greedy text is compared
+with the target alone, token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider.contracts import Graph
+from outrider.errors import BundleError
+from outrider.manifest import GraphEntry, Manifest, bundle_path
+from outrider.runtime.load import Placement, load
+from outrider.runtime.pipeline import Pipeline, Result
+from outrider.runtime.proof import Agreement, RowIndependence, agreement, probe_rows, row_independence
+
+__all__ = ["Check", "GraphCheck", "TextCheck", "check_bundle", "first_difference"]
+
+PROBE_NAME = "probe.npz"
+MAX_KL = 0.7  # nats on the probe: above it a graph computes something else than its reference
+SUFFIX_NOISE = 1e-5  # of the logits' spread: later rows must not move earlier ones at all
+PROMPTS = (
+    "Repeat these lines and add one more of the same kind: one red apple, two red apples, three red apples.",
+    "Explain in two sentences what a lighthouse is for.",
+    "Write a short Python function that adds two numbers.",
+)
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class GraphCheck:
+    """What was found about one graph. Errors are against the float reference on the stored probe."""
+
+    role: str
+    backend: str
+    unit: str
+    profile: str
+    via: str | None  # how it was proven; None = it was not executed
+    executed_artifact: bool
+    max_abs_error: float | None
+    top1_agreement: float | None
+    kl: float | None
+    row_independence: RowIndependence | None
+    acceptance: float | None  # drafts: accepted / evaluated in the greedy runs of this check
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TextCheck:
+    """Greedy text of one drafter against the target alone. `gap`: the target's own top-1/top-2 gap there."""
+
+    drafter: str
+    k: str
+    tokens: int
+    acceptance: float | None
+    first_difference: int | None
+    gap: float | None
+    near_tie: bool
+
+
+@dataclass(frozen=True)
+class Check:
+    """The verdict on a bundle."""
+
+    ok: bool
+    graphs: tuple[GraphCheck, ...]
+    texts: tuple[TextCheck, ...]
+    problems: tuple[str, ...] = ()
+    placement: tuple[Placement, ...] = field(default=())
+
+
+def check_bundle(
+    directory: Path, *, max_tokens: int = 64, progress: Progress | None = None, **loading: Any
+) -> Check:
+    """Run every check. Raises BundleError for damaged files; what runs but fails is in the result's problems."""
+    tell = progress or (lambda stage, part: None)
+    tell("hashes", 0.0)
+    with load(directory, verify="full", **loading) as pipeline:
+        manifest = pipeline.manifest
+        assert manifest is not None
+        graphs = []
+        for placed in pipeline.placement:
+            tell(f"{placed.role}: probe", 0.0)
+            graphs.append(_check_graph(directory, manifest, placed, _graph(pipeline, placed.role)))
+        noise = max((g.row_independence.width for g in graphs if g.row_independence), default=0.0)
+        texts = _check_texts(pipeline, max_tokens, noise, tell)
+        graphs = [_with_acceptance(graph, texts) for graph in graphs]
+        problems = [f"{graph.role}: {problem}" for graph in graphs for problem in graph.problems]
+        problems += [
+            _difference(text) for text in texts if text.first_difference is not None and not text.near_tie
+        ]
+        return Check(not problems, tuple(graphs), tuple(texts), tuple(problems), pipeline.placement)
+
+
+def _graph(pipeline: Pipeline, role: str) -> Graph:
+    if role == "target":
+        return pipeline.engine.target
+    graph: Graph = pipeline.engine.drafters["model"].graph  # type: ignore[attr-defined]
+    return graph
+
+
+def _check_graph(directory: Path, manifest: Manifest, placed: Placement, graph: Graph) -> GraphCheck:
+    entry = next(g for g in manifest.roles[placed.role].graphs if g.path == placed.path)
+    probe = _read_probe(directory, entry)
+    problems: list[str] = []
+    found: Agreement | None = None
+    rows: RowIndependence | None = None
+    if probe is None:
+        problems.append("the bundle holds no probe (exported with --no-evaluate); its logits are unproven")
+    else:
+        tokens, wanted, reference = probe
+        found = agreement(probe_rows(graph, tokens, wanted), reference)
+        if found.kl > MAX_KL:
+            problems.append(f"logits are {found.kl:.2f} nats from the float reference, more than {MAX_KL}")
+        rows = row_independence(graph, tokens)
+        if rows.suffix > SUFFIX_NOISE * rows.spread and placed.role == "target":
+            problems.append(
+                f"verify rows feel later rows (by {rows.suffix:.1e}): this target is not lossless"
+            )
+    return GraphCheck(
+        role=placed.role,
+        backend=placed.backend,
+        unit=placed.unit,
+        profile=placed.profile,
+        via="artifact",
+        executed_artifact=True,
+        max_abs_error=found.max_abs_error if found else None,
+        top1_agreement=found.top1_agreement if found else None,
+        kl=found.kl if found else None,
+        row_independence=rows,
+        acceptance=None,
+        problems=tuple(problems),
+    )
+
+
+def _read_probe(directory: Path, entry: GraphEntry) -> tuple[np.ndarray, list[int], np.ndarray] | None:
+    name = next((name for name in entry.files if name.endswith(PROBE_NAME)), None)
+    if name is None:
+        return None
+    try:
+        with np.load(bundle_path(directory, name)) as stored:
+            return stored["tokens"], [int(row) for row in stored["rows"]], stored["logits"]
+    except (OSError, ValueError, KeyError) as error:
+        raise BundleError(f"{name} cannot be read ({error}); export the bundle again") from error
+
+
+def _check_texts(pipeline: Pipeline, max_tokens: int, noise: float, tell: Progress) -> list[TextCheck]:
+    results: list[TextCheck] = []
+    for index, prompt in enumerate(PROMPTS):
+        tell("greedy text", index / len(PROMPTS))
+        plain = _greedy(pipeline, prompt, None, 0, max_tokens)
+        for drafter in pipeline.engine.drafters:
+            for k in (2, 5):
+                drafted = _greedy(pipeline, prompt, drafter, k, max_tokens)
+                results.append(_compare(drafter, k, plain, drafted, noise))
+    return results
+
+
+def _greedy(pipeline: Pipeline, prompt: str, drafter: str | None, k: int, max_tokens: int) -> Result:
+    pipeline.reset()
+    options: dict[str, Any] = {"k": k, "drafter": drafter, "max_tokens": max_tokens, "logprobs": 2}
+    if pipeline.template is None:
+        return pipeline.generate(prompt, **options)
+    return pipeline.chat([{"role": "user", "content": prompt}], **options)
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The index of the first token in which two texts differ, or None when they are equal."""
+    for index, (ours, theirs) in enumerate(zip(a, b, strict=False)):
+        if ours != theirs:
+            return index
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def _compare(drafter: str, k: int, plain: Result, drafted: Result, noise: float) -> TextCheck:
+    """`noise` is how far a logit moves with the width; two of them can swap when their gap is below twice that."""
+    index = first_difference(plain.tokens, drafted.tokens)
+    gap = None
+    if index is not None and plain.logprobs is not None and index < len(plain.logprobs):
+        top = [value for _, value in plain.logprobs[index].top[:2]]
+        gap = float(top[0] - top[1]) if len(top) == 2 else None
+    return TextCheck(
+        drafter=drafter,
+        k=str(k),
+        tokens=len(drafted.tokens),
+        acceptance=drafted.stats.acceptance,
+        first_difference=index,
+        gap=gap,
+        near_tie=gap is not None and gap <= 2 * noise,
+    )
+
+
+def _with_acceptance(graph: GraphCheck, texts: Sequence[TextCheck]) -> GraphCheck:
+    found = [text.acceptance for text in texts if text.drafter == "model" and text.acceptance is not None]
+    if graph.role != "draft" or not found:
+        return graph
+    return replace(graph, acceptance=sum(found) / len(found))
+
+
+def _difference(text: TextCheck) -> str:
+    where = f"greedy text with {text.drafter} k={text.k} differs from the target's own at token "
+    gap = "" if text.gap is None else f", where its two best tokens are {text.gap:.3f} logits apart"
+    return f"{where}{text.first_difference}{gap}"
