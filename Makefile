@@ -17,13 +17,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Peers (llama.cpp, onnxruntime-genai) are installed here, never by the product.
+# The peers (llama.cpp, onnxruntime-genai) go into an environment of their own, .peers.
 bench: $(STAMP)
-	$(BIN)/pip install -q xllamacpp onnxruntime-genai
 	$(BIN)/python -m benchmarks.speed
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .peers
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
