@@ -45,7 +45,15 @@ FAMILY_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "gemma2": ("Gemma2", {**GEMMA, **WINDOW, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3Text", {**GEMMA, **WINDOW, "rope_local_base_freq": 500.0, "sliding_window_pattern": 2}),
-    "phi3": ("Phi3", {"sliding_window": None, "partial_rotary_factor": 0.5}),
+    "phi3": (
+        "Phi3",
+        {
+            "sliding_window": None,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
 

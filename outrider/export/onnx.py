@@ -126,6 +126,11 @@ def check_request(
     """Raise UsageError for what cannot be exported."""
     if profile not in PROFILES:
         raise UsageError(f"profile is {profile!r}; known ONNX profiles: {', '.join(PROFILES)}")
+    if profile == "inplace" and rotary_size(config) % 16:
+        raise UsageError(
+            f"{rotary_size(config)} dimensions of each head are rotated; GroupQueryAttention needs a "
+            "multiple of 16: use the split profile"
+        )
     if profile == "split" and (not widths or min(widths) < 1):
         raise UsageError(f"widths are {tuple(widths)}; a split graph needs at least one positive width")
     if not 2 <= max_context <= config.max_position:
@@ -367,7 +372,7 @@ class GraphModule(nn.Module):
 def trace(config: ModelConfig, profile: Profile, max_context: int, hidden_layers: tuple[int, ...]) -> Any:
     """The ONNX model with slot nodes in place of weights."""
     module = GraphModule(config, profile, max_context, hidden_layers).eval()
-    S, R, T = (torch.export.Dim(name, min=1, max=1 << 20) for name in ("S", "R", "T"))
+    S, R, T = (torch.export.Dim(name, min=1, max=1 << 20) for name in ("width", "picked", "columns"))
     inplace, width, rows = profile == "inplace", 5, 3
     columns = max_context + 2 if inplace else max_context + width  # + 2: T must not look like max_context
     masks = {name: torch.zeros(1, 1, width, columns) for name in sorted(set(module.kinds.values()))}
@@ -379,18 +384,21 @@ def trace(config: ModelConfig, profile: Profile, max_context: int, hidden_layers
         torch.zeros(1, width, dtype=torch.int64),
         masks,
         extra if inplace else {},
-        [torch.zeros(cache, device="meta").expand(cache) for _ in range(2 * config.num_layers)],
+        [torch.zeros(1).expand(cache) for _ in range(2 * config.num_layers)],
     )
     mask_dims = {2: S, 3: T if inplace else S + max_context}
+    cache_dims = {2: torch.export.Dim("context", min=2, max=1 << 20)} if inplace else {}
     shapes: tuple[Any, ...] = (
         {1: S},
         {0: R},
         {1: S},
         dict.fromkeys(masks, mask_dims),
         {name: {} for name in arguments[4]},
-        [{}] * (2 * config.num_layers),
+        [cache_dims] * (2 * config.num_layers),
     )
-    return _export(module, arguments, shapes, _names(config, module, inplace, hidden_layers))
+    model = _export(module, arguments, shapes, _names(config, module, inplace, hidden_layers))
+    name_columns(model)
+    return model
 
 
 def _names(
@@ -414,7 +422,7 @@ def _export(
             arguments,
             dynamo=True,
             opset_version=OPSET,
-            optimize=False,
+            optimize=True,
             verbose=False,
             dynamic_shapes=shapes,
             input_names=names[0],
@@ -423,6 +431,13 @@ def _export(
     if program is None:
         raise ExportError("torch.onnx returned no program")
     return strip(program.model_proto)
+
+
+def name_columns(model: Any) -> None:
+    """Give the masks' last dimension one name, also where it was derived from the width."""
+    for value in model.graph.input:
+        if value.name.startswith("mask_"):
+            value.type.tensor_type.shape.dim[3].dim_param = "columns"
 
 
 @contextmanager

@@ -1,0 +1,112 @@
+"""What an ONNX graph needs to be opened, and the ONNX Runtime sessions over its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+
+from outrider.errors import BackendError
+
+__all__ = ["CPU", "GraphMeta", "Sessions"]
+
+CPU = "CPUExecutionProvider"
+
+
+@dataclass(frozen=True)
+class GraphMeta:
+    """What the manifest says about a graph; `from_json` reads it."""
+
+    profile: str
+    widths: tuple[int, ...] | None
+    max_context: int
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden_layers: tuple[int, ...]
+    masks: tuple[str, ...]
+    sliding_window: int | None
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> GraphMeta:
+        """Read the record; raises BackendError when a field is missing."""
+        try:
+            return cls(
+                profile=str(values["profile"]),
+                widths=tuple(values["widths"]) if values["widths"] is not None else None,
+                hidden_layers=tuple(values["hidden_layers"]),
+                masks=tuple(values["masks"]),
+                sliding_window=values["sliding_window"],
+                **{name: int(values[name]) for name in SIZES},
+            )
+        except KeyError as missing:
+            raise BackendError(f"the graph's description lacks {missing}; export the bundle again") from None
+
+
+SIZES = ("max_context", "vocab_size", "hidden_size", "layers", "kv_heads", "head_dim")
+
+
+class Sessions:
+    """The sessions of one file: one for any shape on a CPU, else one for each static shape."""
+
+    def __init__(
+        self,
+        path: Path,
+        max_context: int,
+        threads: int | None,
+        providers: Sequence[str],
+        provider_options: Sequence[Mapping[str, str]] | None,
+        entries: Mapping[str, str],
+    ) -> None:
+        self.path, self.max_context, self.threads, self.entries = path, max_context, threads, entries
+        self.providers, self.provider_options = list(providers), provider_options
+        self.static = any(name != CPU for name in providers)
+        self.closed = False
+        self._open: dict[tuple[int, int] | None, Any] = {}
+        missing = [name for name in providers if name not in ort.get_available_providers()]
+        if missing:
+            known = ", ".join(ort.get_available_providers())
+            raise BackendError(
+                f"execution provider {missing[0]} is not in this ONNX Runtime; it has: {known}"
+            )
+        if not path.is_file():
+            raise BackendError(f"{path} does not exist; export the bundle again or fetch it whole")
+
+    def get(self, shape: tuple[int, int] | None) -> Any:
+        """The session for (S, R): the same for any shape unless shapes must be static."""
+        shape = shape if self.static else None
+        if shape not in self._open:
+            self._open[shape] = self._make(shape)
+        return self._open[shape]
+
+    def close(self) -> None:
+        """Drop every session."""
+        self._open.clear()
+        self.closed = True
+
+    def _make(self, shape: tuple[int, int] | None) -> Any:
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.inter_op_num_threads = 1
+        if self.threads:
+            options.intra_op_num_threads = self.threads
+        for name, value in self.entries.items():
+            options.add_session_config_entry(name, value)
+        if shape is not None:
+            sizes = {"width": shape[0], "picked": shape[1], "columns": self.max_context + shape[0]}
+            for name, size in sizes.items():
+                options.add_free_dimension_override_by_name(name, size)
+        try:
+            return ort.InferenceSession(
+                str(self.path), options, providers=self.providers, provider_options=self.provider_options
+            )
+        except Exception as error:
+            raise BackendError(
+                f"ONNX Runtime {ort.__version__} cannot load {self.path}: {error}; "
+                "the file may be damaged (run `outrider check`) or need a newer ONNX Runtime"
+            ) from error

@@ -1,0 +1,239 @@
+"""Exported graphs under ONNX Runtime: parity of every family and profile, the promises of the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.contracts import Graph, TopK, TopRows
+from outrider.errors import BackendError, ContextError
+from outrider.export.onnx import GraphReport, export_graph
+from outrider.quantize.schemes import BlockInt, DynamicInt8, Float, Recipe
+from outrider.targets.onnxruntime import OnnxGraph, top_rows
+from tests import families
+
+torch.set_num_threads(1)
+WIDTHS = (1, 4, 8, 16)
+FLOAT = Recipe("float32", Float(), Float(), Float())
+PROFILES = ("inplace", "split")
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., GraphReport]:
+    """Export a tiny model once for each set of arguments."""
+    made: dict[Any, GraphReport] = {}
+
+    def make(family: str, profile: str, recipe: Recipe = FLOAT, **options: Any) -> GraphReport:
+        key = (family, profile, recipe, tuple(sorted(options.items())))
+        if key not in made:
+            weights = families.weights_of(family, families.oracle(family))
+            path = tmp_path_factory.mktemp(family) / "graph.onnx"
+            made[key] = export_graph(
+                weights.config,
+                weights,
+                recipe,
+                profile,
+                path,
+                max_context=families.CONTEXT,
+                widths=WIDTHS,
+                **options,
+            )
+        return made[key]
+
+    return make
+
+
+def load(report: GraphReport) -> OnnxGraph:
+    return OnnxGraph.load(report.path, report.meta, threads=1)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_graph_equals_transformers_through_prefill_decode_tree_rollback_and_window(
+    export: Callable[..., GraphReport], family: str, profile: str
+) -> None:
+    model = families.oracle(family)
+    graph = load(export(family, profile))
+    families.check_decoding(graph, lambda tokens: families.reference_logits(model, tokens), 1e-4)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_a_tree_on_an_empty_cache_uses_the_positions_it_was_given(
+    export: Callable[..., GraphReport], family: str, profile: str
+) -> None:
+    model = families.oracle(family)
+    graph = load(export(family, profile, hidden_layers=(1,)))
+    parents, tokens = [-1, 0, 0, 1, 2], [5, 6, 7, 8, 9]
+    output = graph.forward(
+        tokens, families.depths(parents), families.tree_mask(parents), logits=[4, 0, 3], hidden=(1,)
+    )
+    for row, node in enumerate([4, 0, 3]):
+        path = [tokens[i] for i in families.path_to(parents, node)]
+        np.testing.assert_allclose(output.logits[row], families.reference_logits(model, path)[-1], atol=1e-4)
+    assert output.hidden[1].shape == (5, graph.meta.hidden_size)
+    graph.commit([0, 2, 4])
+    expected = families.reference_logits(model, [5, 7, 9, 3])[-1]
+    np.testing.assert_allclose(graph.forward([3]).logits[0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_forest_of_two_roots_on_an_empty_cache_keeps_them_apart(
+    export: Callable[..., GraphReport], profile: str
+) -> None:
+    model = families.oracle("llama")
+    graph = load(export("llama", profile))
+    found = graph.forward([5, 6], np.zeros(2, np.int64), np.eye(2, dtype=bool)).logits
+    for row, token in enumerate([5, 6]):
+        np.testing.assert_allclose(found[row], families.reference_logits(model, [token])[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_hidden_states_come_from_the_layers_that_were_exported(
+    export: Callable[..., GraphReport], profile: str
+) -> None:
+    graph = load(export("llama", profile, hidden_layers=(0, 2)))
+    tokens = [1, 2, 3]
+    output = graph.forward(tokens, logits="none", hidden=(0,))
+    with torch.no_grad():
+        states = families.oracle("llama")(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    np.testing.assert_allclose(output.hidden[0], states[1][0].numpy(), atol=1e-4)
+    assert output.logits is None
+    assert set(output.hidden) == {0}
+    with pytest.raises(ValueError, match=r"hidden layers \[1\] were not exported"):
+        graph.forward(tokens, hidden=(1,))
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_only_the_rows_asked_for_are_returned(export: Callable[..., GraphReport], profile: str) -> None:
+    graph = load(export("llama", profile))
+    tokens = [4, 3, 2, 1, 9]
+    everything = graph.forward(tokens).logits.copy()
+    for request, rows in (("last", [4]), ([3, 0], [3, 0]), ([2], [2])):
+        np.testing.assert_allclose(graph.forward(tokens, logits=request).logits, everything[rows], atol=1e-5)
+    assert graph.forward(tokens, logits="none").logits is None
+    top = graph.forward(tokens, logits=TopK(3)).logits
+    assert isinstance(top, TopRows)
+    np.testing.assert_array_equal(top.ids, np.argsort(-everything, axis=1, kind="stable")[:, :3])
+
+
+def test_top_rows_order_ties_by_id_and_sum_over_the_whole_vocabulary() -> None:
+    logits = np.array([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0]], np.float32)
+    found = top_rows(logits, 2)
+    assert found.ids.tolist() == [[1, 2], [0, 1]]
+    assert top_rows(logits, 1).ids.tolist() == [[1], [0]]
+    np.testing.assert_allclose(found.logsumexp, np.log(np.exp(logits).sum(1)), rtol=1e-6)
+    assert top_rows(logits, 9).ids.shape == (2, 5)
+    assert top_rows(np.zeros((0, 5), np.float32), 2).ids.shape == (0, 2)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_forward_does_not_move_the_length_and_uncommitted_rows_vanish(
+    export: Callable[..., GraphReport], profile: str
+) -> None:
+    graph = load(export("llama", profile))
+    assert isinstance(graph, Graph)
+    graph.forward([1, 2, 3])
+    graph.commit([0, 1])
+    expected = graph.forward([7]).logits.copy()
+    graph.forward([8, 8, 8, 8])
+    assert graph.length == 2
+    np.testing.assert_allclose(graph.forward([7]).logits, expected, atol=1e-6)
+    with pytest.raises(ValueError, match="not among the 1"):
+        graph.commit([1])
+    graph.commit([])
+    with pytest.raises(ValueError, match="not among the 0"):
+        graph.commit([0])
+
+
+BLOCKS = {
+    "4-bit": BlockInt(4, 32),
+    "8-bit": BlockInt(8, 32),
+    "4-bit float activations": BlockInt(4, 32, accuracy_level=1),
+}
+
+
+def earlier_rows_by_company(graph: OnnxGraph) -> list[np.ndarray]:
+    """The first rows of a verify, at several widths and with two suffixes of very different activations."""
+    graph.forward([11, 12, 13])
+    graph.commit([0, 1, 2])
+    suffixes = ([20, 21, 22, 23, 24, 25], [90, 80, 70, 60, 50, 40])
+    return [
+        graph.forward([30, *suffix[:extra]]).logits[0].copy()
+        for extra in (0, 1, 2, 4, 6)
+        for suffix in suffixes
+    ]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("scheme", BLOCKS.values(), ids=BLOCKS)
+def test_rows_of_block_quantized_graphs_do_not_depend_on_width_or_later_rows(
+    export: Callable[..., GraphReport], scheme: BlockInt, profile: str
+) -> None:
+    recipe = Recipe("blocks", scheme, BlockInt(8, 32), BlockInt(8, 32))
+    rows = earlier_rows_by_company(load(export("llama", profile, recipe)))
+    for row in rows[1:]:
+        np.testing.assert_allclose(row, rows[0], atol=2e-5 * np.abs(rows[0]).max())
+
+
+def test_rows_of_dynamic_int8_graphs_depend_on_their_company(export: Callable[..., GraphReport]) -> None:
+    recipe = Recipe("dynamic", DynamicInt8(), DynamicInt8(), BlockInt(8, 32))
+    rows = earlier_rows_by_company(load(export("llama", "inplace", recipe)))
+    spread = max(float(np.abs(row - rows[0]).max()) for row in rows[1:])
+    assert spread > 1e-3 * np.abs(rows[0]).max()
+
+
+def test_tokens_beyond_width_or_context_are_refused_by_name(export: Callable[..., GraphReport]) -> None:
+    split, inplace = load(export("llama", "split")), load(export("llama", "inplace"))
+    with pytest.raises(ValueError, match="17 tokens exceed the largest width of this graph, 16"):
+        split.forward([1] * 17)
+    inplace.forward([1] * 60, logits="none")
+    inplace.commit(range(60))
+    with pytest.raises(ContextError, match=r"5 tokens after 60 .* exceed the context of 64"):
+        inplace.forward([1] * 5)
+    with pytest.raises(ContextError, match="position 70"):
+        inplace.forward([1], positions=np.array([70]))
+    inplace.forward([1] * 4)
+    with pytest.raises(ValueError, match="at least one token"):
+        inplace.forward([])
+    with pytest.raises(ValueError, match=r"rows \[4\] were asked for"):
+        inplace.forward([1], logits=[4])
+    with pytest.raises(ValueError, match="cannot truncate to 61"):
+        inplace.truncate(61)
+
+
+def test_missing_damaged_and_unknown_are_backend_errors(
+    export: Callable[..., GraphReport], tmp_path: Path
+) -> None:
+    report = export("llama", "inplace")
+    with pytest.raises(BackendError, match=r"absent.onnx does not exist"):
+        OnnxGraph.load(tmp_path / "absent.onnx", report.meta)
+    broken = tmp_path / "broken.onnx"
+    broken.write_bytes(report.path.read_bytes()[:500])
+    with pytest.raises(BackendError, match=r"cannot load .*broken.onnx.*damaged"):
+        OnnxGraph.load(broken, report.meta)
+    alone = tmp_path / "graph.onnx"
+    alone.write_bytes(report.path.read_bytes())
+    with pytest.raises(BackendError, match=r"cannot load .*graph.onnx"):
+        OnnxGraph.load(alone, report.meta)
+    with pytest.raises(BackendError, match="NoSuchExecutionProvider is not in this ONNX Runtime; it has"):
+        OnnxGraph.load(report.path, report.meta, providers=("NoSuchExecutionProvider",))
+    with pytest.raises(BackendError, match="lacks 'max_context'"):
+        OnnxGraph.load(report.path, {k: v for k, v in report.meta.items() if k != "max_context"})
+    with pytest.raises(BackendError, match="profile 'state'"):
+        OnnxGraph.load(report.path, {**report.meta, "profile": "state"})
+
+
+def test_a_closed_graph_says_so_and_closes_twice(export: Callable[..., GraphReport]) -> None:
+    for profile in PROFILES:
+        graph = load(export("llama", profile))
+        graph.forward([1])
+        graph.close()
+        graph.close()
+        with pytest.raises(BackendError, match="closed"):
+            graph.forward([1])
