@@ -7,11 +7,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from outrider.export.catalog import CATALOG, CatalogEntry
 from outrider.export.fetch import MIRRORS, Progress, cached, fetch
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 __all__ = ["command"]
 
@@ -51,6 +55,7 @@ def progress_bar() -> Iterator[Progress | None]:
 
     def progress(what: str, done: int, total: int) -> None:
         if what not in bars:
+            _close(bars)
             bars[what] = tqdm(desc=what, total=total, unit="B", unit_scale=True)
         bar = bars[what]
         bar.total = max(total, done)
@@ -59,8 +64,13 @@ def progress_bar() -> Iterator[Progress | None]:
     try:
         yield progress
     finally:
-        for bar in bars.values():
-            bar.close()
+        _close(bars)
+
+
+def _close(bars: dict[str, tqdm]) -> None:
+    """End the bars on the screen; a phase is not returned to."""
+    for bar in bars.values():
+        bar.close()
 
 
 def _size(path: Path) -> int:
