@@ -275,18 +275,6 @@ def test_long_rope_factors_are_read(write_gguf: Writer, tmp_path: Path) -> None:
         }
 
 
-def test_the_first_layers_are_a_model_of_their_own(both: tuple[Any, Path, Path]) -> None:
-    _, folder, _ = both
-    with open_checkpoint(folder) as checkpoint:
-        cut = checkpoint.first_layers(2)
-        assert cut.config.num_layers == len(cut.config.layer_types) == 2
-        assert not [name for name in cut.names() if name.startswith("model.layers.2.")]
-        name = "model.layers.1.mlp.down_proj.weight"
-        np.testing.assert_array_equal(cut.tensor(name), checkpoint.tensor(name))
-        with pytest.raises(UsageError, match="8 layers of 7"):
-            checkpoint.first_layers(8)
-
-
 def test_the_source_names_every_file_with_its_hash(both: tuple[Any, Path, Path]) -> None:
     import hashlib
 

@@ -27,7 +27,6 @@ __all__ = ["command"]
 @click.option("--draft-precision", default="int4", show_default=True, help="Recipe of the draft.")
 @click.option("--override", "overrides", default="", help="Target slots: 'layers.*.down=int8-b128,...'.")
 @click.option("--draft-override", "draft_overrides", default="", help="The same for the draft.")
-@click.option("--draft-layers", type=int, help="Keep only this many first layers of the draft model.")
 @click.option("--max-context", type=int, default=2048, show_default=True, help="Tokens of the KV cache.")
 @click.option("--profile", type=click.Choice(["inplace", "split"]), default="inplace", show_default=True)
 @click.option("--widths", default="", help="Compiled widths of the split profile, as 1,2,5,64.")
@@ -43,13 +42,9 @@ def command(as_json_text: bool, **given: Any) -> None:
     from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
 
     draft = None
-    if given["draft_model"] or given["draft_layers"]:
+    if given["draft_model"]:
         draft = RoleOptions(
-            given["draft_model"] or given["model"],
-            given["draft_precision"],
-            given["draft_overrides"],
-            given["draft_revision"] if given["draft_model"] else given["revision"],
-            given["draft_layers"],
+            given["draft_model"], given["draft_precision"], given["draft_overrides"], given["draft_revision"]
         )
     options = ExportOptions(
         target=RoleOptions(given["model"], given["precision"], given["overrides"], given["revision"]),

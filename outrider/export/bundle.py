@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import ExportError, TokenizerMismatch, UsageError
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
-from outrider.export.checkpoint import Source as CheckpointSource
 from outrider.export.slots import SlotWeights
 from outrider.manifest import (
     MANIFEST_NAME,
@@ -62,7 +61,6 @@ class RoleOptions:
     precision: str = "int4"
     overrides: str = ""  # "pattern=scheme,..." as in `quantize.recipes.parse_overrides`
     revision: str | None = None
-    layers: int | None = None  # keep only the first layers (a draft cut from a larger model)
 
     def recipe(self, role: str) -> Recipe:
         """The recipe, refused where a target may not have it."""
@@ -114,8 +112,10 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> E
     recipes = {role: role_options.recipe(role) for role, role_options in roles.items()}
     with ExitStack() as stack:
         folder = stack.enter_context(_fresh_folder(options.output, options.force))
-        checkpoints: dict[str, Checkpoint | FirstLayers] = {
-            role: stack.enter_context(closing(_open(role_options, options.mirror)))
+        checkpoints: dict[str, Checkpoint] = {
+            role: stack.enter_context(
+                open_checkpoint(role_options.model, revision=role_options.revision, mirror=options.mirror)
+            )
             for role, role_options in roles.items()
         }
         if "draft" in checkpoints:
@@ -146,27 +146,6 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> E
             report.quality = dict(manifest.quality)
             write_manifest(folder, manifest)
     return report
-
-
-class FirstLayers:
-    """A checkpoint cut to its first layers, with the norm and head of the whole: a draft without training."""
-
-    def __init__(self, checkpoint: Checkpoint, layers: int) -> None:
-        config = checkpoint.config
-        kinds = config.layer_types[:layers]
-        self.config = replace(config, num_layers=layers, layer_types=kinds)
-        self.tensor, self.raw, self.close = checkpoint.tensor, checkpoint.raw, checkpoint.close
-        self._whole = checkpoint
-
-    @property
-    def tokenizer(self) -> TokenizerFiles:
-        """The tokenizer of the whole."""
-        return self._whole.tokenizer
-
-    @property
-    def source(self) -> CheckpointSource:
-        """Where the whole came from."""
-        return self._whole.source
 
 
 def refuse_mismatch(target: TokenizerFiles, draft: TokenizerFiles) -> None:
@@ -220,18 +199,7 @@ def _disk_error(error: OSError, output: Path) -> Exception:
     return ExportError(f"writing the bundle failed: {error}; nothing was written")
 
 
-def _open(role: RoleOptions, mirror: str | None) -> Checkpoint | FirstLayers:
-    checkpoint = open_checkpoint(role.model, revision=role.revision, mirror=mirror)
-    if role.layers is None:
-        return checkpoint
-    if not 0 < role.layers <= checkpoint.config.num_layers:
-        layers = checkpoint.config.num_layers
-        checkpoint.close()
-        raise UsageError(f"{role.model} has {layers} layers; it cannot be cut to {role.layers}")
-    return FirstLayers(checkpoint, role.layers)
-
-
-def _check_context(checkpoint: Checkpoint | FirstLayers, max_context: int) -> None:
+def _check_context(checkpoint: Checkpoint, max_context: int) -> None:
     trained = checkpoint.config.max_position
     if max_context > trained:
         raise UsageError(f"max_context is {max_context}; the model was made for {trained} positions")
@@ -253,7 +221,7 @@ def _write_tokenizer(folder: Path, tokenizer: TokenizerFiles) -> TokenizerEntry:
     )
 
 
-def _source(role: str, checkpoint: Checkpoint | FirstLayers) -> Source:
+def _source(role: str, checkpoint: Checkpoint) -> Source:
     source = checkpoint.source
     hashes = {name: sha256 for name, (sha256, _) in source.files.items()}
     return Source(role, source.id, source.revision, hashes)
@@ -262,7 +230,7 @@ def _source(role: str, checkpoint: Checkpoint | FirstLayers) -> Source:
 def _export_role(
     folder: Path,
     role: str,
-    checkpoint: Checkpoint | FirstLayers,
+    checkpoint: Checkpoint,
     recipe: Recipe,
     options: ExportOptions,
     progress: Progress | None,

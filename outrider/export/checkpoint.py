@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -99,21 +99,6 @@ class Checkpoint:
         kind, identity, revision = self._origin
         files = {name: (sha256_of(path), path.stat().st_size) for name, path in self._paths.items()}
         return Source(kind, identity, revision, files)
-
-    def first_layers(self, count: int) -> Checkpoint:
-        """The same model cut after `count` layers; it shares the files, and either may close them."""
-        if not 1 <= count <= self.config.num_layers:
-            raise UsageError(f"cannot keep {count} layers of {self.config.num_layers}")
-        config = replace(self.config, num_layers=count, layer_types=self.config.layer_types[:count])
-        views = {name: self._views[name] for name in expected_shapes(config)}
-        return Checkpoint(
-            config=config,
-            views=views,
-            store=self._store,
-            tokenizer=lambda: self.tokenizer,
-            origin=self._origin,
-            paths=self._paths,
-        )
 
     def close(self) -> None:
         """Release the files. Closing twice is allowed."""

@@ -1,0 +1,163 @@
+"""What this machine has, what each extra would add, and whether speculation can pay here for a bundle."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from outrider.contracts import Graph, Sampling
+from outrider.runtime.planner import Costs, expected_tokens, verify_time
+
+if TYPE_CHECKING:
+    from outrider.runtime.pipeline import Pipeline
+
+__all__ = ["BreakEven", "Machine", "break_even", "inspect_machine", "measure_costs"]
+
+EXTRAS = {
+    "export": ("torch", "turns checkpoints into bundles"),
+    "dev": ("pytest", "runs the tests"),
+}
+WIDTHS = (1, 2, 3, 5, 9)
+PREFIX = 64  # tokens in the cache while costs are measured
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was found here; `None` where the system does not say."""
+
+    system: str
+    processor: str
+    cores: int
+    memory_gb: float | None
+    onnxruntime: str
+    providers: tuple[str, ...]
+    extras: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """The conditional acceptance above which drafting k tokens beats plain decoding; None = it never does."""
+
+    drafter: str
+    k: int
+    round_ms: float
+    acceptance: float | None
+
+
+def inspect_machine() -> Machine:
+    """Read what this machine is from the system and the installed libraries."""
+    import onnxruntime
+
+    return Machine(
+        system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_gb=_memory_gb(),
+        onnxruntime=onnxruntime.__version__,
+        providers=tuple(onnxruntime.get_available_providers()),
+        extras={name: _extra(name) for name in EXTRAS},
+    )
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or "unknown"
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def _memory_gb() -> float | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _extra(name: str) -> str:
+    module, adds = EXTRAS[name]
+    if importlib.util.find_spec(module) is not None:
+        return f"installed: {adds}"
+    return f"absent: pip install 'outrider[{name}]' {adds}"
+
+
+def measure_costs(pipeline: Pipeline, repeats: int = 5, progress: Progress | None = None) -> Costs:
+    """Median seconds of a verify forward per width and of a draft step per drafter, on this machine.
+
+    Everything is measured in turn, `repeats` times over, so that a change of speed touches all alike.
+    """
+    target = pipeline.engine.target
+    tokens = np.arange(PREFIX + max(WIDTHS)) % 97 + 1
+    widths = [w for w in WIDTHS if target.widths is None or w in target.widths]
+    verify: dict[int, list[float]] = {width: [] for width in widths}
+    drafts: dict[str, list[float]] = {name: [] for name in pipeline.engine.drafters}
+    pipeline.reset()
+    _prefill(target, tokens[:PREFIX])
+    for repeat in range(repeats + 1):
+        for width in widths:
+            verify[width].append(_seconds(partial(target.forward, tokens[PREFIX : PREFIX + width])))
+        for name, drafter in pipeline.engine.drafters.items():
+            drafts[name].append(_draft_step(drafter, tokens[: PREFIX + 1 + repeat], repeat))
+        if progress:
+            progress("measuring", (repeat + 1) / (repeats + 1))
+    pipeline.reset()
+    return Costs(
+        {width: statistics.median(seconds[1:]) for width, seconds in verify.items()},
+        {name: statistics.median(seconds[1:]) for name, seconds in drafts.items()},
+    )
+
+
+def _prefill(graph: Graph, tokens: np.ndarray) -> None:
+    widest = max(graph.widths) if graph.widths else len(tokens)
+    for start in range(0, len(tokens), widest):
+        chunk = tokens[start : start + widest]
+        graph.forward(chunk, logits="none")
+        graph.commit(range(len(chunk)))
+
+
+def _draft_step(drafter: Any, context: np.ndarray, seed: int) -> float:
+    """Seconds a drafted token, over a proposal of four."""
+    rng = np.random.default_rng(seed)
+    begin = time.perf_counter()
+    proposal = drafter.propose(context.tolist(), 4, Sampling(), rng)
+    return (time.perf_counter() - begin) / max(1, len(proposal))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def break_even(costs: Costs, ks: Sequence[int] = (1, 2, 4, 8)) -> list[BreakEven]:
+    """For every drafter and k: the acceptance at which a round of k drafts equals plain decoding."""
+    plain_s = verify_time(costs.verify_s, 1)
+    found = []
+    for drafter, draft_s in costs.draft_s.items():
+        for k in ks:
+            round_s = k * draft_s + verify_time(costs.verify_s, k + 1)
+            found.append(BreakEven(drafter, k, 1e3 * round_s, _acceptance_for(round_s / plain_s, k)))
+    return found
+
+
+def _acceptance_for(tokens: float, k: int) -> float | None:
+    """The conditional acceptance at which a round of k drafts commits so many tokens, by bisection."""
+    if tokens >= k + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if expected_tokens((middle,), k) >= tokens else (middle, high)
+    return high
