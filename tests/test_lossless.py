@@ -15,7 +15,7 @@ from outrider.runtime.rounds import Engine, Request
 from outrider.targets.fake import FakeDrafter, FakeGraph, blend_logits, random_logits
 
 VOCAB, LENGTH, PROMPT = 4, 3, (1, 2, 0)
-RUNS = 800
+RUNS = 500
 SMALLEST_P = 1e-4  # a right sampler fails one test in 10,000; the seeds are fixed
 
 TARGET = random_logits(VOCAB, seed=3, order=2, scale=1.2)

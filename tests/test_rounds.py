@@ -68,14 +68,16 @@ def test_trap_6_tokens_per_round_are_accepted_plus_one():
         assert len(part.tokens) == part.accepted + 1 or part.finish_reason
 
 
-def test_trap_9_the_text_ends_with_the_first_stop_token_inside_a_draft():
+@pytest.mark.parametrize("place", range(9))
+def test_trap_9_the_text_ends_with_the_first_stop_token_inside_a_draft(place):
     whole = plain()
-    stop = whole[7]
-    engine = Engine(target(), {"tree": FakeDrafter(LOGITS)})
+    stop = whole[place]
+    graph = target()
+    engine = Engine(graph, {"tree": FakeDrafter(LOGITS)})
     rounds = list(engine.decode(PROMPT, Request(max_new_tokens=40, k=6, stop_ids=frozenset({stop}))))
     assert text(rounds) == whole[: whole.index(stop) + 1]
     assert rounds[-1].finish_reason == "stop"
-    assert list(engine.cached) == [*PROMPT, *text(rounds)[:-1]]
+    assert list(engine.cached) == graph.tokens == [*PROMPT, *text(rounds)[:-1]]
 
 
 def test_trap_9_a_stop_token_that_was_only_drafted_does_not_end_the_text():
@@ -197,6 +199,8 @@ def test_ctrl_c_at_any_call_of_the_graph_leaves_an_engine_that_goes_on_rightly(w
         list(engine.decode(PROMPT, Request(max_new_tokens=40, k=3)))
     assert list(engine.cached) == engine.target.tokens
     assert text(engine.decode(PROMPT, Request(max_new_tokens=40, k=3))) == plain()
+    assert list(engine.cached) == engine.target.tokens
+    assert len(engine._cached) == engine.target.length
 
 
 def test_an_older_iterator_refuses_to_go_on_after_a_newer_one_started():

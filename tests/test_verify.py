@@ -81,7 +81,7 @@ def test_trap_3_and_16_deterministic_children_leave_p_alone(tokens):
 
 def test_trap_16_a_shared_q_for_siblings_without_replacement_is_read_as_the_rule_says():
     """The same answer whether q rows were renormalised by the drafter or repeated."""
-    q = DRAFTS["good"]
+    q = DRAFTS["bad"]
     for _, renormalised in drafts_of(q, 2, "without_replacement"):
         repeated = siblings(renormalised.tokens, [q, q], "without_replacement")
         np.testing.assert_array_equal(law(P, renormalised), law(P, repeated))

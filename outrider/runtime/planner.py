@@ -7,16 +7,17 @@ a round of k drafts commits 1 + Σ_{i<=k} Π_{j<=i} a_j tokens (Leviathan et al.
 forward of width k + 1, whose cost is measured by width and never assumed flat.
 
 `Planner` keeps the estimates: costs as moving averages, acceptance as decayed counts by drafter, kind of
-proposal and position. It also keeps an account of what each drafter has lost against plain decoding. A
-debt heals by one percent of the time that passes; a drafter in debt beyond a few plain steps may not
-draft, and probes are paid from the same account, so that a wrong estimate can cost little.
+proposal and position. It also keeps an account for each drafter, in plain steps: what it wins goes in, what
+it loses comes out, and no draft may risk more than is left. An empty account fills by one percent of the
+time that passes, so that a wrong estimate costs little, and text that turns predictable is noticed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import inf
 from typing import Any, Literal
 
 from outrider.contracts import Plan
@@ -73,13 +74,15 @@ class Limits:
     """What a plan may do: the largest k, the compiled widths (None: any), drafters that must catch up.
 
     `catch_up_s` is what a drafter must spend before its first token, to be earned back within `horizon`
-    tokens. `plain_allowed` False asks for the best plan that drafts (a probe).
+    tokens. `risk_s` is what it may lose if its whole draft is rejected (absent: anything). `plain_allowed`
+    False asks for the best plan that drafts (a probe).
     """
 
     k_max: int
     widths: tuple[int, ...] | None = None
     catch_up_s: Mapping[str, float] = field(default_factory=dict)
     horizon: int = 128
+    risk_s: Mapping[str, float] = field(default_factory=dict)
     plain_allowed: bool = True
 
 
@@ -94,7 +97,11 @@ def expected_tokens(conditional: tuple[float, ...], k: int) -> float:
 
 def verify_time(verify_s: Mapping[int, float], width: int) -> float:
     """Seconds of a verify forward, between the measured widths and beyond them; never falls with width."""
-    curve = _monotone(verify_s)
+    return _read(_monotone(verify_s), width)
+
+
+def _read(curve: list[tuple[int, float]], width: int) -> float:
+    """Interpolate a monotone curve; one point is continued with the prior slope."""
     if len(curve) == 1:
         ((known, seconds),) = curve
         base = seconds / (1.0 + _PRIOR_SLOPE * (known - 1))
@@ -129,20 +136,39 @@ def choose(costs: Costs, acceptance: Acceptance, objective: Objective, limits: L
     """
     if not costs.verify_s:
         raise UsageError("no verify time is measured yet; run a plain round first")
-    plain = 1.0 / (verify_time(costs.verify_s, _snap(1, limits.widths)) + costs.overhead_s)
-    best, best_rate = Plan(None, 0, "none", reason="plain"), 0.0
-    times = {k: verify_time(costs.verify_s, _snap(k + 1, limits.widths)) for k in range(1, limits.k_max + 1)}
-    for drafter, conditional in acceptance.conditional.items():
-        step_s = costs.draft_s.get(drafter, _PRIOR_DRAFT / plain)
-        catch_up_s = limits.catch_up_s.get(drafter, 0.0) / max(limits.horizon, 1)  # a token
-        for k, verify_s in times.items():
-            tokens = expected_tokens(conditional, k)
-            rate = tokens / (k * step_s + verify_s + costs.overhead_s + tokens * catch_up_s)
-            if rate > best_rate:
-                best, best_rate = Plan(drafter, k, reason=f"{rate / plain:.2f} x plain expected"), rate
-    if limits.plain_allowed and best_rate < objective.margin * plain:
-        return Plan(None, 0, "none", reason=f"drafting promises {best_rate / plain:.2f} x plain")
-    return best
+    curve = _monotone(costs.verify_s)
+    times = [_read(curve, _snap(k + 1, limits.widths)) + costs.overhead_s for k in range(limits.k_max + 1)]
+    rate, drafter, k = max(
+        (
+            _best(name, conditional, times, costs, limits)
+            for name, conditional in acceptance.conditional.items()
+        ),
+        default=(0.0, "", 0),
+    )
+    promise = rate * times[0]
+    if k == 0 or (limits.plain_allowed and promise < objective.margin):
+        return Plan(None, 0, "none", reason=f"drafting promises {promise:.2f} x plain")
+    return Plan(drafter, k, reason=f"{promise:.2f} x plain expected")
+
+
+def _best(
+    drafter: str, conditional: tuple[float, ...], times: list[float], costs: Costs, limits: Limits
+) -> tuple[float, str, int]:
+    """The best rate of one drafter, and its k; `times[k]` is a round without its draft. (0, name, 0): none."""
+    step_s = costs.draft_s.get(drafter, _PRIOR_DRAFT * times[0])
+    catch_up_s = limits.catch_up_s.get(drafter, 0.0) / max(limits.horizon, 1)  # a token
+    most_s = times[0] + limits.risk_s.get(drafter, inf)
+    best, best_k, reach, tokens = 0.0, 0, 1.0, 1.0
+    for k in range(1, len(times)):
+        round_s = k * step_s + times[k]
+        if round_s > most_s:
+            break
+        reach *= conditional[min(k, len(conditional)) - 1]
+        tokens += reach
+        rate = tokens / (round_s + tokens * catch_up_s)
+        if rate > best:
+            best, best_k = rate, k
+    return best, drafter, best_k
 
 
 def _snap(width: int, widths: tuple[int, ...] | None) -> int:
@@ -152,7 +178,11 @@ def _snap(width: int, widths: tuple[int, ...] | None) -> int:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a round did and took; `cut` rounds (stop token, limit) say nothing about acceptance."""
+    """What a round did and took; `cut` rounds (stop token, limit) say nothing about acceptance.
+
+    `width` is the compiled width that the verify ran at, `kind` that of the proposal, `backlog` the tokens
+    that the drafter had to run before its first one.
+    """
 
     plan: Plan
     drafted: int
@@ -162,6 +192,9 @@ class Observation:
     round_s: float
     draft_s: float
     verify_s: float
+    width: int
+    kind: str = ""
+    backlog: int = 0
     cut: bool = False
 
 
@@ -202,11 +235,22 @@ class _Evidence:
 
 @dataclass
 class _Account:
-    """What a drafter has won (seconds) against plain decoding, and when it may be probed again."""
+    """What a drafter may still lose, in plain steps, and when it may be probed again."""
 
-    balance_s: float = 0.0
+    steps: float = 3.0
     idle_rounds: int = 0
     interval: int = 16
+
+    allowance = 3.0  # to start a text with
+    most = 10.0
+
+    def book(self, won: float) -> None:
+        """Add what a round won (or lost) against plain steps."""
+        self.steps = min(self.steps + won, self.most)
+
+    def heal(self, share: float) -> None:
+        """Let a little of the time that passes refill an account that is low."""
+        self.steps = max(self.steps, min(self.steps + share, self.allowance))
 
 
 class Planner:
@@ -216,10 +260,9 @@ class Planner:
     plain to measure. `k_max` bounds the draft length.
     """
 
-    probe_share = 0.01  # of all time: what a drafter may lose in the long run
+    loss_share = 0.01  # of all time: what a drafter may lose in the long run
     _alpha = 0.2
-    _credit_steps = 3.0  # plain steps that a drafter may lose before it must wait
-    _stale_rounds = 32
+    _coupling = 0.7  # how far widths that were not run follow one that was
 
     def __init__(
         self, costs: Mapping[str, Any] | None = None, objective: Objective | None = None, k_max: int = 15
@@ -235,8 +278,6 @@ class Planner:
         self._evidence: dict[tuple[str, str], _Evidence] = {}
         self._accounts: dict[str, _Account] = {}
         self._rounds = 0
-        self._kinds: Mapping[str, str] = {}
-        self._backlogs: Mapping[str, int] = {}
         self._widths: tuple[int, ...] | None = None
 
     @property
@@ -257,18 +298,22 @@ class Planner:
         """Estimates for drafters whose next proposals are of these kinds (`""` when unknown)."""
         return Acceptance({name: self._of(name, kind).conditional() for name, kind in kinds.items()})
 
-    def begin(self) -> None:
-        """A new text: old acceptance counts half, and a drafter that lost may try again."""
+    def begin(self, widths: tuple[int, ...] | None = None) -> None:
+        """A new text on a target compiled for `widths` (None: any).
+
+        Old acceptance counts less from here on, and earlier winnings cannot be lost on the new text.
+        """
+        self._widths = widths
         for evidence in self._evidence.values():
-            evidence.fade(0.5)
+            evidence.fade(0.7)
         for account in self._accounts.values():
-            account.interval = 16
+            account.interval = min(account.interval, 64)
+            account.steps = min(account.steps, account.allowance)
 
     def plan(
         self,
         kinds: Mapping[str, str],
         k_max: int,
-        widths: tuple[int, ...] | None = None,
         backlogs: Mapping[str, int] | None = None,
         horizon: int = 128,
     ) -> Plan:
@@ -277,60 +322,54 @@ class Planner:
         `kinds` holds the drafters that can propose, with the kind of proposal; `backlogs` the tokens that
         each must run first; `horizon` how many tokens may still come.
         """
-        self._kinds, self._backlogs, self._widths = kinds, backlogs or {}, widths
         k_max = min(k_max, self.k_max)
         if k_max < 1 or not kinds:
             return Plan(None, 0, "none", reason="no room" if k_max < 1 else "miss")
         if not self._verify_s:
             return Plan(None, 0, "none", reason="measuring a plain step")
-        solvent = {name: kind for name, kind in kinds.items() if self._may_spend(name, 0.0)}
-        if not solvent:
-            return Plan(None, 0, "none", reason="drafting has lost more than its share of the time")
-        limits = Limits(k_max, widths, self._catch_ups(), min(horizon, 128))
-        plan = choose(self.costs, self.acceptance(solvent), self.objective, limits)
-        return plan if plan.k else self._probe(plan, solvent, limits)
+        untried = next((name for name in kinds if name not in self._draft_s), None)
+        if untried is not None:
+            return Plan(untried, 1, reason="measuring the drafter")
+        plain_s = self._plain_s()
+        risk_s = {name: self._account(name).steps * plain_s for name in kinds}
+        catch_up_s = {name: n * self._catch_up_token_s(name) for name, n in (backlogs or {}).items() if n > 1}
+        limits = Limits(k_max, self._widths, catch_up_s, min(horizon, 128), risk_s)
+        plan = choose(self.costs, self.acceptance(kinds), self.objective, limits)
+        return plan if plan.k else self._probe(plan, kinds, limits)
 
     def observe(self, seen: Observation) -> None:
         """Learn from a round of the last plan."""
         self._rounds += 1
-        self._learn_verify(_snap(1 + seen.drafted, self._widths), seen.verify_s)
+        self._learn_verify(seen.width, seen.verify_s)
         self._overhead_s = self._ema(self._overhead_s, seen.round_s - seen.draft_s - seen.verify_s)
-        name = seen.plan.drafter
+        name, plain_s = seen.plan.drafter, self._plain_s()
         for other, account in self._accounts.items():
             account.idle_rounds += other != name
-            account.balance_s = min(account.balance_s + self.probe_share * seen.round_s, 0.0)
+            account.heal(self.loss_share * seen.round_s / plain_s)
         if name is None:
             return
         catch_up_s = self._learn_draft(name, seen)
         account = self._account(name)
         account.idle_rounds = 0
-        won_s = seen.tokens * self._plain_s() - (seen.round_s - catch_up_s)
-        account.balance_s = min(account.balance_s + won_s, 0.0)
+        account.book(seen.tokens - (seen.round_s - catch_up_s) / plain_s)
         if seen.evaluated and not seen.cut:
-            self._of(name, self._kinds.get(name, "")).add(seen.evaluated, seen.accepted)
+            self._of(name, seen.kind).add(seen.evaluated, seen.accepted)
 
     def _probe(self, plain: Plan, kinds: Mapping[str, str], limits: Limits) -> Plan:
-        """Now and then, a short draft where drafting does not promise to pay, if the account allows it."""
-        due = {name: kind for name, kind in kinds.items() if self._probe_due(name)}
-        if not due:
-            return plain
-        forced = Limits(1, limits.widths, limits.catch_up_s, limits.horizon, plain_allowed=False)
+        """Now and then, one drafted token where drafting does not promise to pay, if the account allows."""
+        due = {
+            name: kind
+            for name, kind in kinds.items()
+            if self._account(name).idle_rounds >= self._account(name).interval
+            and limits.catch_up_s.get(name, 0.0) < limits.risk_s[name]
+        }
+        forced = replace(limits, k_max=1, plain_allowed=False)
         probe = choose(self.costs, self.acceptance(due), self.objective, forced)
-        name = probe.drafter or ""
-        step_s = self._draft_s.get(name, _PRIOR_DRAFT * self._plain_s())
-        loss_s = step_s + verify_time(self._verify_s, _snap(2, limits.widths)) - self._plain_s()
-        if not self._may_spend(name, loss_s + limits.catch_up_s.get(name, 0.0)):
+        if probe.drafter is None:
             return plain
-        self._account(name).interval = min(256, 2 * self._account(name).interval)
-        return Plan(probe.drafter, probe.k, reason="probe")
-
-    def _probe_due(self, name: str) -> bool:
-        account = self._account(name)
-        return account.idle_rounds >= account.interval
-
-    def _may_spend(self, name: str, loss_s: float) -> bool:
-        """Whether a drafter's account stays above its credit after losing `loss_s`."""
-        return self._account(name).balance_s - loss_s > -self._credit_steps * self._plain_s()
+        account = self._account(probe.drafter)
+        account.interval = min(256, 2 * account.interval)
+        return replace(probe, reason="probe")
 
     def _plain_s(self) -> float:
         return verify_time(self._verify_s, _snap(1, self._widths)) + self._overhead_s
@@ -344,38 +383,31 @@ class Planner:
             self._evidence[key] = _Evidence(_PRIOR_ACCEPTANCE.get(kind, 0.5))
         return self._evidence[key]
 
-    def _catch_ups(self) -> dict[str, float]:
-        return {name: n * self._catch_up_token_s(name) for name, n in self._backlogs.items() if n > 1}
-
     def _catch_up_token_s(self, name: str) -> float:
         step_s = self._draft_s.get(name, _PRIOR_DRAFT * self._plain_s())
         return self._catch_up_s.get(name, _CATCH_UP_SHARE * step_s)
 
     def _learn_verify(self, width: int, seconds: float) -> None:
-        """Move the estimate of a width; widths not measured for long follow at half speed.
+        """Move the estimate of a width, and the others with it, the more the longer they were not run.
 
-        So heat, a longer context or a busy machine, seen at one width, reach the others.
+        So heat, a longer context or a busy machine, seen at one width, reach them all.
         """
-        known = self._verify_s.get(width)
+        known = self._verify_s.setdefault(width, seconds)
         self._measured_at[width] = self._rounds
-        if known is None:
-            self._verify_s[width] = seconds
-            return
         step = self._alpha * (min(max(seconds / known, 0.5), 2.0) - 1.0)
         for other in self._verify_s:
-            stale = self._rounds - self._measured_at.get(other, 0) > self._stale_rounds
-            if other == width or stale:
-                self._verify_s[other] *= 1.0 + (step if other == width else 0.5 * step)
+            age = self._rounds - self._measured_at.get(other, 0)
+            share = 1.0 if other == width else self._coupling * age / (age + 2)
+            self._verify_s[other] *= 1.0 + share * step
 
     def _learn_draft(self, name: str, seen: Observation) -> float:
         """Learn the draft step, or the catch-up of a drafter that was far behind; returns its seconds."""
-        backlog = self._backlogs.get(name, 0)
         steps = max(seen.drafted, 1)
-        if backlog <= 8:
+        if seen.backlog <= 8:
             self._draft_s[name] = self._ema(self._draft_s.get(name, 0.0), seen.draft_s / steps)
             return 0.0
         catch_up_s = max(0.0, seen.draft_s - steps * self._draft_s.get(name, 0.0))
-        self._catch_up_s[name] = self._ema(self._catch_up_s.get(name, 0.0), catch_up_s / backlog)
+        self._catch_up_s[name] = self._ema(self._catch_up_s.get(name, 0.0), catch_up_s / seen.backlog)
         return catch_up_s
 
     def _ema(self, known: float, seconds: float) -> float:

@@ -107,6 +107,8 @@ class _Run:
     limit: int  # length that the context may reach
     ticket: int
     trace: tracing.TraceWriter | None
+    kinds: dict[str, str] = field(default_factory=dict)  # of this round's possible proposals, by drafter
+    backlogs: dict[str, int] = field(default_factory=dict)
 
     @property
     def remaining(self) -> int:
@@ -213,7 +215,7 @@ class Engine:
 
     def _rounds(self, run: _Run, progress: Progress | None) -> Generator[Round, None, None]:
         started = self._clock()
-        self.planner.begin()
+        self.planner.begin(self.target.widths)
         self._prefill(run, progress)
         run.stats.prefill_s = self._clock() - started
         finish: FinishReason | None = None
@@ -311,20 +313,21 @@ class Engine:
 
     def _plan(self, run: _Run, pending: int) -> Plan:
         """Who drafts how much now, within what both contexts, the widths and the request allow."""
+        request = run.request
+        run.kinds, run.backlogs = {}, {}
         if pending > 1:
             return Plan(None, 0, "none", reason="prefill")
-        request = run.request
         most = min(run.remaining - 1, (self._widest or self.target.max_context) - 1)
         if request.k == 0 or most < 1:
             return Plan(None, 0, "none", reason="no draft fits" if request.k else "k is 0")
         names = [request.drafter] if request.drafter else list(self.drafters)
-        kinds = self._kinds(run.context, names)
+        run.kinds = self._kinds(run.context, names)
+        run.backlogs = {name: _backlog(self.drafters[name], run.context) for name in run.kinds}
         if request.k == "auto":
-            backlogs = {name: _backlog(self.drafters[name], run.context) for name in kinds}
-            return self.planner.plan(kinds, most, self.target.widths, backlogs, run.remaining)
-        if not kinds:
+            return self.planner.plan(run.kinds, most, run.backlogs, run.remaining)
+        if not run.kinds:
             return Plan(None, 0, "none", reason="nothing to propose")
-        return Plan(next(iter(kinds)), min(request.k, most), reason="fixed k")
+        return Plan(next(iter(run.kinds)), min(request.k, most), reason="fixed k")
 
     def _kinds(self, context: Context, names: list[str]) -> dict[str, str]:
         """The drafters that can propose now, with the kind of proposal (see `LookupDrafter.kind`)."""
@@ -394,6 +397,13 @@ class Engine:
                 round_s,
                 result.draft_s,
                 result.verify_s,
+                self._width(1 + result.drafted),
+                run.kinds.get(result.plan.drafter or "", ""),
+                run.backlogs.get(result.plan.drafter or "", 0),
                 cut=result.finish_reason is not None,
             )
         )
+
+    def _width(self, tokens: int) -> int:
+        """The compiled width that a forward of so many tokens runs at."""
+        return min((width for width in self.target.widths or () if width >= tokens), default=tokens)

@@ -1,0 +1,345 @@
+"""The one chooser: argmax from measured costs, plain decoding as a normal state, losses bounded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.contracts import Plan, Proposal
+from outrider.errors import UsageError
+from outrider.runtime.lookup import LookupDrafter
+from outrider.runtime.planner import (
+    Acceptance,
+    Costs,
+    Limits,
+    Objective,
+    Observation,
+    Planner,
+    choose,
+    expected_tokens,
+    verify_time,
+)
+from outrider.runtime.rounds import Engine, Request
+from outrider.targets.fake import FakeGraph, VirtualClock
+
+CPU = {1: 0.042, 2: 0.051, 3: 0.064, 5: 0.088, 8: 0.126}  # a 1.5B model on two cores
+FLAT = {1: 0.042, 16: 0.045}
+SPEED = Objective()
+
+
+def plan_for(acceptance, costs=CPU, k_max=7, draft_s=0.0, **limits):
+    given_costs = Costs(costs, {"d": draft_s})
+    return choose(given_costs, Acceptance({"d": (acceptance,)}), SPEED, Limits(k_max, **limits))
+
+
+def test_expected_tokens_is_the_geometric_sum_for_one_acceptance():
+    assert expected_tokens((0.5,), 3) == 1 + 0.5 + 0.25 + 0.125
+    assert expected_tokens((0.9, 0.5), 2) == 1 + 0.9 + 0.45
+    assert expected_tokens((0.9,), 0) == 1
+
+
+def test_trap_18_verify_time_is_measured_by_width_and_interpolated():
+    assert verify_time(CPU, 2) == 0.051
+    assert verify_time(CPU, 4) == pytest.approx((0.064 + 0.088) / 2)
+    assert verify_time(CPU, 11) > verify_time(CPU, 8)
+
+
+def test_verify_time_never_falls_with_width_in_spite_of_noise():
+    noisy = {1: 0.05, 2: 0.04, 4: 0.08, 5: 0.07}
+    times = [verify_time(noisy, width) for width in range(1, 9)]
+    assert times == sorted(times)
+
+
+@given(st.dictionaries(st.integers(1, 20), st.floats(0.01, 1.0), min_size=1), st.integers(1, 25))
+def test_verify_time_is_positive_and_monotone_for_any_measurements(measured, width):
+    assert 0 < verify_time(measured, width) <= verify_time(measured, width + 1) + 1e-12
+
+
+def test_speculation_pays_on_a_cpu_only_at_high_acceptance():
+    assert plan_for(0.1).k == 0
+    assert plan_for(0.4).k == 1
+    assert plan_for(0.95).k >= 4
+
+
+def test_a_flat_verify_makes_long_drafts_pay():
+    assert plan_for(0.8, FLAT, k_max=15).k > plan_for(0.8, CPU, k_max=15).k
+
+
+def test_a_costly_draft_is_drafted_less():
+    assert plan_for(0.8, FLAT, draft_s=0.03).k < plan_for(0.8, FLAT, draft_s=0.001).k
+
+
+@given(
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8),
+    st.floats(0.0, 0.05),
+    st.lists(st.floats(0.01, 0.3), min_size=5, max_size=5),
+    st.integers(1, 8),
+)
+@settings(deadline=None)
+def test_choose_is_the_argmax_over_every_k(conditional, draft_s, times, k_max):
+    verify_s = dict(zip((1, 2, 3, 5, 8), sorted(times), strict=True))
+    costs, acceptance = Costs(verify_s, {"d": draft_s}, 0.001), tuple(conditional)
+    plan = choose(costs, Acceptance({"d": acceptance}), SPEED, Limits(k_max))
+    rates = [
+        expected_tokens(acceptance, k) / (k * draft_s + verify_time(verify_s, k + 1) + 0.001)
+        for k in range(k_max + 1)
+    ]
+    assert rates[plan.k] >= max(rates) / SPEED.margin - 1e-12
+    assert plan.k == 0 or rates[plan.k] == pytest.approx(max(rates))
+
+
+def test_trap_20_unused_columns_of_a_compiled_width_are_filled():
+    costs = {1: 0.04, 8: 0.05}
+    assert plan_for(0.6, costs, k_max=7, widths=(1, 8)).k == 7
+
+
+def test_trap_19_a_slower_target_drafts_more_and_a_slower_draft_less():
+    usual = plan_for(0.8, FLAT, draft_s=0.01).k
+    hot_target = plan_for(0.8, {w: 2 * s for w, s in FLAT.items()}, draft_s=0.01).k
+    hot_draft = plan_for(0.8, FLAT, draft_s=0.02).k
+    assert hot_draft < usual < hot_target
+
+
+def test_a_catch_up_must_be_earned_back_within_the_horizon():
+    assert plan_for(0.7, FLAT, draft_s=0.005, catch_up_s={"d": 1.0}, horizon=512).k > 0
+    assert plan_for(0.7, FLAT, draft_s=0.005, catch_up_s={"d": 1.0}, horizon=4).k == 0
+
+
+def test_no_draft_risks_more_than_its_account_holds():
+    assert plan_for(0.95, risk_s={"d": 0.010}).k == 1
+    assert plan_for(0.95, risk_s={"d": 0.001}).k == 0
+
+
+def test_the_better_drafter_is_chosen():
+    costs = Costs(CPU, {"cheap": 0.0, "sure": 0.002})
+    better = Acceptance({"cheap": (0.4,), "sure": (0.9,)})
+    assert choose(costs, better, SPEED, Limits(4)).drafter == "sure"
+
+
+def test_choosing_needs_a_measurement():
+    with pytest.raises(UsageError, match="plain round"):
+        choose(Costs({}), Acceptance({}), SPEED, Limits(4))
+
+
+def test_an_unknown_objective_is_refused():
+    with pytest.raises(UsageError, match="throughput"):
+        Objective("joy")
+
+
+def observe(planner, plan, drafted, accepted, seconds, **options):
+    evaluated = min(drafted, accepted + 1)
+    planner.observe(
+        Observation(
+            plan, drafted, evaluated, accepted, accepted + 1, seconds, 0.0, seconds, 1 + drafted, **options
+        )
+    )
+
+
+def test_a_fresh_planner_measures_a_plain_step_first_then_the_drafter():
+    planner = Planner()
+    plan = planner.plan({"d": "4"}, 7)
+    assert (plan.k, plan.drafter) == (0, None)
+    observe(planner, plan, 0, 0, 0.042)
+    assert planner.plan({"d": "4"}, 7) == Plan("d", 1, reason="measuring the drafter")
+
+
+def test_trap_17_cut_rounds_and_misses_do_not_train_acceptance():
+    planner = Planner({"verify_s": CPU, "draft_s": {"d": 0.0}})
+    before = planner.acceptance({"d": "4"})
+    planner.plan({"d": "4"}, 7)
+    observe(planner, Plan("d", 4), 4, 0, 0.088, kind="4", cut=True)
+    observe(planner, Plan("d", 4), 0, 0, 0.042)
+    assert planner.acceptance({"d": "4"}) == before
+
+
+def test_trap_17_only_evaluated_positions_are_trained():
+    planner = Planner({"verify_s": CPU, "draft_s": {"d": 0.0}})
+    for _ in range(30):
+        planner.plan({"d": "4"}, 7)
+        observe(planner, Plan("d", 4), 4, 1, 0.088, kind="4")
+    first, second, *_ = planner.acceptance({"d": "4"}).conditional["d"]
+    assert first > 0.9
+    assert second < 0.2
+
+
+def test_acceptance_is_kept_apart_by_the_kind_of_proposal():
+    planner = Planner({"verify_s": CPU, "draft_s": {"d": 0.0}})
+    for _ in range(10):
+        planner.plan({"d": "2"}, 7)
+        observe(planner, Plan("d", 1), 1, 0, 0.051, kind="2")
+    assert planner.plan({"d": "2"}, 7).k == 0
+    assert planner.plan({"d": "32"}, 7).k > 0
+
+
+def test_an_account_stops_a_drafter_whose_every_estimate_is_too_hopeful():
+    planner, drafts = Planner({"verify_s": CPU, "draft_s": {"d": 0.0}}), 0
+    for i in range(200):
+        plan = planner.plan({"d": f"never seen {i}"}, 7)
+        drafts += plan.k > 0
+        observe(planner, plan, plan.k, 0, verify_time(CPU, plan.k + 1), kind=f"never seen {i}")
+    assert 0 < drafts < 40
+
+
+def test_probes_are_rare_and_bring_drafting_back_when_they_succeed():
+    planner = Planner({"verify_s": CPU, "draft_s": {"d": 0.0}})
+    for _ in range(10):
+        planner.plan({"d": "4"}, 7)
+        observe(planner, Plan("d", 1), 1, 0, CPU[2], kind="4")
+    seen = []
+    for _ in range(2000):
+        plan = planner.plan({"d": "4"}, 7)
+        seen.append(plan.reason)
+        observe(planner, plan, plan.k, 0, verify_time(CPU, plan.k + 1), kind="4")
+    assert 3 <= sum(reason == "probe" for reason in seen) <= 20
+    assert all(reason == "probe" or "promises" in reason for reason in seen)
+    for _ in range(1500):
+        plan = planner.plan({"d": "4"}, 7)
+        observe(planner, plan, plan.k, plan.k, verify_time(CPU, plan.k + 1), kind="4")
+    assert plan.k > 1
+
+
+def test_costs_survive_a_round_trip_through_json():
+    planner = Planner()
+    observe(planner, Plan(None, 0, "none"), 0, 0, 0.042)
+    planner.plan({"d": "4"}, 7)
+    observe(planner, Plan("d", 1), 1, 1, 0.051)
+    stored = json.loads(json.dumps(planner.to_dict()))
+    assert Planner(stored).to_dict() == stored
+    assert Planner(stored).plan({"d": "32"}, 7).k > 0
+
+
+def test_a_single_outlier_moves_a_cost_little():
+    planner = Planner({"verify_s": {1: 0.04}, "draft_s": {}})
+    observe(planner, Plan(None, 0, "none"), 0, 0, 4.0)
+    assert planner.costs.verify_s[1] < 0.05
+
+
+def test_widths_not_run_for_long_follow_a_machine_that_slows_down():
+    planner = Planner({"verify_s": {1: 0.04, 4: 0.06}, "draft_s": {}})
+    for _ in range(300):
+        observe(planner, Plan(None, 0, "none"), 0, 0, 0.08)
+    assert planner.costs.verify_s[1] == pytest.approx(0.08, rel=0.01)
+    assert planner.costs.verify_s[4] > 0.08
+
+
+VOCAB = 2000
+
+
+class Script(FakeGraph):
+    """A target whose text is given; forwards take the time of their width."""
+
+    def __init__(self, tokens, costs_s, clock):
+        row = np.zeros(VOCAB, np.float32)
+        rows = {}
+
+        def logits(context):
+            token = tokens[min(len(context), len(tokens) - 1)]
+            if token not in rows:
+                rows[token] = row.copy()
+                rows[token][token] = 9.0
+            return rows[token]
+
+        super().__init__(VOCAB, 600, logits=logits, costs_s=costs_s, clock=clock)
+
+
+class Guess:
+    """A drafter that knows the script and is right as often as it is told."""
+
+    name = "guess"
+
+    def __init__(self, tokens, right, step_s, clock):
+        self.tokens, self.right, self.step_s, self.clock = tokens, right, step_s, clock
+
+    def propose(self, context, k, sampling, rng):
+        self.clock.advance(k * self.step_s)
+        places = [min(len(context) + i, len(self.tokens) - 1) for i in range(k)]
+        tokens = [self.tokens[p] if self.right[p] else (self.tokens[p] + 1) % VOCAB for p in places]
+        return Proposal(np.array(tokens), np.arange(-1, k - 1))
+
+    def observe(self, committed, output, rows):
+        pass
+
+    def reset(self):
+        pass
+
+
+def seconds(tokens, k, costs_s, drafter=None, planner=None):
+    """Decode time of a scripted text on the virtual clock."""
+    clock = VirtualClock()
+    made = drafter(clock) if drafter else LookupDrafter()
+    engine = Engine(Script(tokens, costs_s, clock), {"d": made}, planner, clock=clock)
+    *_, last = engine.decode(tokens[:100], Request(max_new_tokens=len(tokens) - 100, k=k))
+    return last.stats.decode_s
+
+
+def random_tokens(n, seed, common=40):
+    return np.random.default_rng(seed).integers(0, common, n).tolist()
+
+
+@pytest.mark.parametrize("common", [12, 40, 2000])
+def test_auto_never_loses_more_than_three_percent_where_nothing_repeats(common):
+    planner, plain, auto = Planner(), 0.0, 0.0
+    for seed in range(4):
+        tokens = random_tokens(400, seed, common)
+        plain += seconds(tokens, 0, CPU)
+        auto += seconds(tokens, "auto", CPU, planner=planner)
+    assert plain / auto > 0.97
+
+
+def test_auto_reaches_the_best_fixed_k_where_the_text_copies():
+    tokens = random_tokens(100, 1, 2000)
+    for start in (10, 40, 0, 25, 5, 50):
+        tokens += [*tokens[start : start + 45], *random_tokens(2, start, 2000)]
+    best = min(seconds(tokens, k, CPU) for k in (1, 2, 3, 4, 7))
+    assert best < 0.8 * seconds(tokens, 0, CPU)
+    assert best / seconds(tokens, "auto", CPU) > 0.98
+
+
+def test_auto_recovers_when_text_turns_predictable_after_a_long_bad_stretch():
+    tokens = random_tokens(300, 3, 12)
+    tokens += tokens[20:280]
+    good = slice(300, None)
+    alone = tokens[:100] + tokens[good]
+    tail_alone = seconds(alone, "auto", CPU)
+    whole, bad = seconds(tokens, "auto", CPU), seconds(tokens[:300], "auto", CPU)
+    assert whole - bad < 1.3 * tail_alone + 5 * CPU[1]
+
+
+@pytest.mark.parametrize(("right", "step_s"), [(0.1, 0.004), (0.5, 0.012), (0.7, 0.02)])
+def test_a_draft_model_that_does_not_pay_is_switched_off(right, step_s):
+    tokens = random_tokens(500, 5, 2000)
+    hits = np.random.default_rng(1).random(len(tokens)) < right
+    auto = seconds(tokens, "auto", CPU, lambda clock: Guess(tokens, hits, step_s, clock))
+    assert seconds(tokens, 0, CPU) / auto > 0.96
+
+
+def test_a_draft_model_that_pays_is_used():
+    tokens = random_tokens(500, 5, 2000)
+    hits = np.random.default_rng(1).random(len(tokens)) < 0.85
+    drafter = lambda clock: Guess(tokens, hits, 0.004, clock)  # noqa: E731
+    fixed = min(seconds(tokens, k, FLAT, drafter) for k in (1, 2, 4, 7))
+    assert fixed / seconds(tokens, "auto", FLAT, drafter) > 0.95
+
+
+def test_the_same_observations_give_the_same_plans():
+    def plans():
+        planner, out = Planner(), []
+        for i in range(60):
+            plan = planner.plan({"d": "4"} if i % 3 else {}, 7)
+            out.append(plan)
+            observe(planner, plan, plan.k, plan.k * (i % 2), 0.04 + 0.01 * plan.k, kind="4")
+        return out
+
+    assert plans() == plans()
+
+
+def test_limits_can_forbid_plain_decoding_for_a_probe():
+    limits = Limits(3, plain_allowed=False)
+    costs = Costs(CPU, {"d": 0.0})
+    assert choose(costs, Acceptance({"d": (0.01,)}), SPEED, limits).k == 1
+    assert choose(costs, Acceptance({"d": (0.01,)}), SPEED, replace(limits, plain_allowed=True)).k == 0
