@@ -18,7 +18,7 @@ from outrider.errors import ExportError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Moments", "calibration_text", "collect_moments"]
+__all__ = ["Moments", "calibration_text", "collect_moments", "watch"]
 
 FloatArray = NDArray[np.float32]
 
@@ -53,6 +53,15 @@ def calibration_text() -> str:
     return files("outrider.quantize").joinpath("data/wikitext2_calibration.txt").read_text(encoding="utf-8")
 
 
+def watch(moments: Moments, slot: str, module: torch.nn.Module) -> torch.utils.hooks.RemovableHandle:
+    """Count whatever enters the module, until the handle is removed: for models that are built in layers."""
+
+    def hook(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        moments.add(slot, inputs[0].detach().float().cpu().numpy())
+
+    return module.register_forward_pre_hook(hook)
+
+
 def collect_moments(
     modules: Mapping[str, torch.nn.Module],
     run: Callable[[Any], object],
@@ -66,14 +75,7 @@ def collect_moments(
     import torch
 
     moments = Moments(diagonal)
-
-    def watch(slot: str) -> Callable[[torch.nn.Module, tuple[Any, ...]], None]:
-        def hook(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-            moments.add(slot, inputs[0].detach().float().cpu().numpy())
-
-        return hook
-
-    handles = [module.register_forward_pre_hook(watch(slot)) for slot, module in modules.items()]
+    handles = [watch(moments, slot, module) for slot, module in modules.items()]
     try:
         with torch.no_grad():
             for batch in batches:

@@ -47,15 +47,25 @@ def reconstruct(codes: Codes, zero: int) -> FloatArray:
 def quantize_blocks(
     blocks: FloatArray,  # [n, B, b]
     scheme: BlockInt,
-    importance: FloatArray | None = None,  # [B, b]
+    importance: FloatArray | None = None,  # [B, b], mean squares of the inputs
 ) -> Codes:
-    """Quantize blocks by the scheme's method; `importance` weighs the squared errors of `mse`."""
+    """Quantize blocks by the scheme's method; `importance` weighs the squared errors of `mse`.
+
+    Without it, larger weights count more: plain squared error clips them, which costs more than it gains
+    (SmolLM2, 4-bit blocks of 64: mean KL 0.33 unweighted, 0.29 by magnitude, 0.20 by importance).
+    """
     if scheme.method == "hqq":
         return hqq(blocks, scheme.bits, scheme.symmetric)
     if scheme.method == "mse":
         search = mse_symmetric if scheme.symmetric else mse_asymmetric
-        return search(blocks, scheme.bits, importance)
+        return search(blocks, scheme.bits, _by_magnitude(blocks) if importance is None else importance)
     return round_symmetric(blocks, scheme.bits) if scheme.symmetric else round_asymmetric(blocks, scheme.bits)
+
+
+def _by_magnitude(blocks: FloatArray) -> FloatArray:
+    squares = blocks * blocks
+    weights: FloatArray = np.sqrt(squares + squares.mean(axis=(1, 2), keepdims=True))
+    return weights
 
 
 def round_symmetric(blocks: FloatArray, bits: int) -> Codes:
@@ -72,8 +82,8 @@ def round_asymmetric(blocks: FloatArray, bits: int) -> Codes:
     return _encode_range(blocks, low, high, bits)
 
 
-def mse_symmetric(blocks: FloatArray, bits: int, importance: FloatArray | None = None) -> Codes:
-    """Try several ranges per block, refit each scale by least squares, keep the smallest squared error."""
+def mse_symmetric(blocks: FloatArray, bits: int, importance: FloatArray) -> Codes:
+    """Try several ranges per block, refit each scale by least squares, keep the smallest weighed error."""
     half, peak = middle(bits), _peak(blocks)
     best_error = np.full(blocks.shape[:2], np.inf, np.float32)
     best_scale = np.zeros(blocks.shape[:2], np.float32)
@@ -86,8 +96,8 @@ def mse_symmetric(blocks: FloatArray, bits: int, importance: FloatArray | None =
     return _encode_symmetric(blocks, best_scale, bits)
 
 
-def mse_asymmetric(blocks: FloatArray, bits: int, importance: FloatArray | None = None) -> Codes:
-    """Try shrunken ranges on either side of every block, keep the smallest squared error."""
+def mse_asymmetric(blocks: FloatArray, bits: int, importance: FloatArray) -> Codes:
+    """Try shrunken ranges on either side of every block, keep the smallest weighed error."""
     low, high = _range(blocks)
     best_error = np.full(blocks.shape[:2], np.inf, np.float32)
     best_low, best_high = low, high
@@ -280,17 +290,17 @@ def _encode_range(blocks: FloatArray, low: FloatArray, high: FloatArray, bits: i
     return Codes(codes.astype(np.uint8), scale, zero.astype(np.uint8))
 
 
-def _refit(blocks: FloatArray, scale: FloatArray, bits: int, importance: FloatArray | None) -> FloatArray:
+def _refit(blocks: FloatArray, scale: FloatArray, bits: int, importance: FloatArray) -> FloatArray:
     codes = blocks * np.reciprocal(_safe(scale))[..., None]
     np.rint(codes, out=codes)
     np.clip(codes, -middle(bits), middle(bits) - 1, out=codes)
-    weighed = codes if importance is None else codes * importance
+    weighed = codes * importance
     return _ratio(_dot(blocks, weighed), _dot(codes, weighed))
 
 
-def _error(blocks: FloatArray, codes: Codes, zero: int, importance: FloatArray | None) -> FloatArray:
+def _error(blocks: FloatArray, codes: Codes, zero: int, importance: FloatArray) -> FloatArray:
     wrong = blocks - reconstruct(codes, zero)
-    return _dot(wrong, wrong if importance is None else wrong * importance)
+    return _dot(wrong, wrong * importance)
 
 
 def _dot(left: FloatArray, right: FloatArray) -> FloatArray:

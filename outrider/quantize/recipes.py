@@ -46,6 +46,10 @@ def _float(name: str, scheme: Float) -> Recipe:
     return Recipe(name, scheme, scheme, scheme)
 
 
+def _attention_and_down(scheme: AnyScheme) -> Overrides:
+    return tuple((f"layers.*.{part}", scheme) for part in ("qkv", "attn_out", "down"))
+
+
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -55,13 +59,14 @@ RECIPES: dict[str, Recipe] = {
         _uniform("int8-b128", INT8),
         _uniform("int8-b32", BlockInt(8, 32), BlockInt(8, 32)),
         _uniform("int8-dynamic", DynamicInt8()),
-        _uniform("int4", BlockInt(4, 64, method="mse")),
+        _uniform("int4", Carry(BlockInt(4, 32, method="mse"), wide="round", eight_bit=INT8)),
         _uniform("int4-b32", BlockInt(4, 32, method="mse")),
         _uniform("int4-b64", BlockInt(4, 64, method="mse")),
         _uniform("int4-b128", BlockInt(4, 128, method="mse")),
         _uniform("int4-hqq", BlockInt(4, 64, symmetric=False, method="hqq")),
         _uniform("int4-gptq", BlockInt(4, 64, method="gptq")),
-        Recipe("carry", Carry(), Carry(), Carry(EMBEDDING)),
+        _uniform("int4-mixed", BlockInt(4, 64, method="mse"), overrides=_attention_and_down(INT8)),
+        Recipe("carry", Carry(EMBEDDING), Carry(EMBEDDING), Carry(EMBEDDING)),
     )
 }
 """Every named recipe."""
