@@ -19,6 +19,7 @@ from outrider.quantize.pack import pack, unpack
 from outrider.quantize.schemes import BlockInt, DynamicInt8, Float, PackedMatrix, RawBlocks, Recipe
 from outrider.targets.onnxruntime import OnnxGraph
 from tests import families
+from tests.families import trace_once  # noqa: F401  (a fixture for the module)
 from tests.test_decoder import EagerGraph
 
 torch.set_num_threads(1)
@@ -80,7 +81,7 @@ SCHEMES = {
 def test_a_bound_graph_computes_what_the_rounded_weights_compute(
     recipe: Recipe, family: str, profile: str, tmp_path: Path
 ) -> None:
-    slots = weights(family, num_hidden_layers=2)
+    slots = weights(family)
     shared = (
         replace(recipe, embedding=recipe.head) if family == "qwen2" and recipe.head == blocks(8) else recipe
     )
@@ -90,7 +91,7 @@ def test_a_bound_graph_computes_what_the_rounded_weights_compute(
 
 
 def test_dynamic_int8_is_close_to_the_float_weights(tmp_path: Path) -> None:
-    slots = weights("qwen2", num_hidden_layers=2)
+    slots = weights("qwen2")
     report = export(slots, Recipe("r", DynamicInt8(), DynamicInt8(), Float()), tmp_path)
     expected = EagerGraph(slots).forward(TOKENS).logits
     error = np.linalg.norm(logits(report) - expected) / np.linalg.norm(expected)
