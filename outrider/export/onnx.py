@@ -32,6 +32,7 @@ __all__ = ["PROFILES", "GraphReport", "export_graph", "graph_meta"]
 
 Profile = Literal["inplace", "split"]
 PROFILES: tuple[Profile, ...] = ("inplace", "split")
+PADDING = 1  # rows that attention sees beyond the tokens; see GqaAttention
 OPSET = 23  # the first with RMSNormalization
 MICROSOFT = "com.microsoft"
 
@@ -148,7 +149,8 @@ def rope_vectors(config: ModelConfig, max_context: int) -> dict[str, NDArray[np.
     """The tables that the graph reads by position: `rope.<layer type>.cos` and `.sin`."""
     tables = {}
     for kind in sorted(set(config.layer_types)):
-        tables[f"rope.{kind}.cos"], tables[f"rope.{kind}.sin"] = rope_tables(config, kind, max_context)
+        cos, sin = rope_tables(config, kind, max_context, PADDING)
+        tables[f"rope.{kind}.cos"], tables[f"rope.{kind}.sin"] = cos, sin
     return tables
 
 
@@ -254,7 +256,9 @@ class GqaAttention(SplitAttention):
     """ONNX Runtime's GroupQueryAttention over one buffer that is past and present at once.
 
     Rotation happens inside, from whole tables and position ids. A sliding window is a mask by position, since
-    the operator's own window counts storage rows and is wrong for trees.
+    the operator's own window counts storage rows and is wrong for trees. One more row than there are tokens
+    goes in and is cut off again: for a single row the operator multiplies by another kernel, whose sums differ
+    in the last bit, and 8-bit activations would carry that bit on until a draft could change the text.
     """
 
     def forward(self, qkv: Tensor, step: Step) -> Tensor:
@@ -268,19 +272,20 @@ class GqaAttention(SplitAttention):
         }
         if c.attention_softcap is not None:
             attributes["softcap"] = c.attention_softcap
+        padded = torch.cat([qkv, qkv[:, :1]], dim=1)  # [1, S + 1, (H + 2 G) d]
         key_cache, value_cache = step.past[self.layer]
         cos, sin = step.rope[self.kind]
         cache = [key_cache, value_cache, step.extra["seqlens_k"], step.extra["total"], cos, sin]
         context, key, value = torch.onnx.ops.symbolic_multi_out(
             f"{MICROSOFT}::GroupQueryAttention",
-            [*self.inputs(qkv), *cache, step.extra["positions"], step.mask[self.kind]],
+            [*self.inputs(padded), *cache, step.extra["positions"], step.mask[self.kind]],
             attributes,
             dtypes=[torch.float32] * 3,
-            shapes=[[1, qkv.shape[1], c.num_heads * c.head_dim], key_cache.shape, value_cache.shape],
+            shapes=[[1, padded.shape[1], c.num_heads * c.head_dim], key_cache.shape, value_cache.shape],
             version=1,
         )
         step.present.append((key, value))
-        return context
+        return context[:, :-1]
 
     def inputs(self, qkv: Tensor) -> list[Tensor | None]:
         """Packed qkv where nothing happens to its heads before the operator, else three normed parts."""
@@ -340,7 +345,7 @@ class GraphModule(nn.Module):
 
     def rope(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Whole tables for an operator that indexes them itself, else the rows of these positions."""
-        shape = [self.max_context, rotary_size(self.config) // 2]
+        shape = [self.max_context + PADDING, rotary_size(self.config) // 2]
         tables = {}
         for kind in sorted(self.kinds):
             cos, sin = (vector(f"rope.{kind}.{name}", shape) for name in ("cos", "sin"))
@@ -375,23 +380,25 @@ def trace(config: ModelConfig, profile: Profile, max_context: int, hidden_layers
     S, R, T = (torch.export.Dim(name, min=1, max=1 << 20) for name in ("width", "picked", "columns"))
     inplace, width, rows = profile == "inplace", 5, 3
     columns = max_context + 2 if inplace else max_context + width  # + 2: T must not look like max_context
-    masks = {name: torch.zeros(1, 1, width, columns) for name in sorted(set(module.kinds.values()))}
+    seen = width + PADDING if inplace else width
+    masks = {name: torch.zeros(1, 1, seen, columns) for name in sorted(set(module.kinds.values()))}
     extra = {"seqlens_k": torch.zeros(1, dtype=torch.int32), "total": torch.zeros((), dtype=torch.int32)}
     cache = [1, config.num_kv_heads, max_context, config.head_dim]
     arguments = (
         torch.zeros(1, width, dtype=torch.int64),
         torch.zeros(rows, dtype=torch.int64),
-        torch.zeros(1, width, dtype=torch.int64),
+        torch.zeros(1, seen, dtype=torch.int64),
         masks,
         extra if inplace else {},
         [torch.zeros(1).expand(cache) for _ in range(2 * config.num_layers)],
     )
-    mask_dims = {2: S, 3: T if inplace else S + max_context}
+    rows_seen = S + PADDING if inplace else S
+    mask_dims = {2: rows_seen, 3: T if inplace else S + max_context}
     cache_dims = {2: torch.export.Dim("context", min=2, max=1 << 20)} if inplace else {}
     shapes: tuple[Any, ...] = (
         {1: S},
         {0: R},
-        {1: S},
+        {1: rows_seen},
         dict.fromkeys(masks, mask_dims),
         {name: {} for name in arguments[4]},
         [cache_dims] * (2 * config.num_layers),

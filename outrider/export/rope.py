@@ -29,9 +29,9 @@ def rotary_size(config: ModelConfig) -> int:
 
 
 def rope_tables(
-    config: ModelConfig, layer_type: str, max_context: int
+    config: ModelConfig, layer_type: str, max_context: int, padding: int = 0
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """cos and sin [max_context, rotary/2] of a layer type ("full" or "sliding").
+    """cos and sin [max_context + padding, rotary/2] of a layer type ("full" or "sliding").
 
     Raises CheckpointError for a scaling that is not known.
     """
@@ -41,7 +41,7 @@ def rope_tables(
     base = float(theta or config.rope_theta) ** (-np.arange(0, rotary, 2, dtype=np.float64) / rotary)
     scaling = None if local else config.rope_scaling
     frequencies, factor = _scaled(base, scaling, config, max_context)
-    angles = np.arange(max_context, dtype=np.float64)[:, None] * frequencies  # [M, rotary/2]
+    angles = np.arange(max_context + padding, dtype=np.float64)[:, None] * frequencies  # [M, rotary/2]
     return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
 
 

@@ -17,6 +17,7 @@ from outrider.targets.onnx_session import GraphMeta, Sessions
 
 __all__ = ["RUNNERS", "InplaceRunner", "SplitRunner", "additive_mask", "fill_static_mask"]
 
+PADDING = 1  # rows that attention in an `inplace` graph reads beyond the tokens; see export/onnx.py
 MASKED = np.float32(-1e4)  # exp(-1e4) is 0 in float32, and it also fits float16
 
 
@@ -61,7 +62,7 @@ class InplaceRunner:
     """Runs GroupQueryAttention graphs through one IO binding whose cache buffers stay bound."""
 
     def __init__(self, meta: GraphMeta, sessions: Sessions) -> None:
-        self.meta, self.buffers, self.cache = meta, Buffers(), empty_cache(meta)
+        self.meta, self.buffers, self.cache = meta, Buffers(), empty_cache(meta, meta.max_context + PADDING)
         self.session = sessions.get(None)
         self.binding = self.session.io_binding()
         self._bound: dict[str, tuple[int, ...]] = {}
@@ -101,11 +102,12 @@ class InplaceRunner:
     def _run(
         self, tokens: IntArray, positions: IntArray, mask: BoolArray | None, rows: IntArray
     ) -> tuple[Float32Array, list[Float32Array]]:
-        S, T, R = len(tokens), len(positions), len(rows)
+        S, T, R = len(tokens), len(positions) + PADDING, len(rows)
         self._seqlens[0] = T - 1
         self._total[...] = T
         self._input("tokens", (1, S), np.int64)[0] = tokens
-        self._input("positions", (1, S), np.int64)[0] = positions[-S:]
+        seen = self._input("positions", (1, S + PADDING), np.int64)[0]
+        seen[:S], seen[S:] = positions[-S:], positions[-1] + 1
         self._input("rows", (R,), np.int64)[:] = rows
         for name in self.meta.masks:
             self._mask(name, positions, S, mask)
@@ -120,13 +122,13 @@ class InplaceRunner:
     def _mask(self, name: str, positions: IntArray, S: int, visible: BoolArray | None) -> None:
         """Bind the additive mask; a chain adds nothing to the operator's own causal mask."""
         window = self.meta.sliding_window if name == "sliding" else None
-        T = len(positions)
+        shape = (S + PADDING, len(positions) + PADDING)
         if visible is None and (window is None or positions[-S:].max() - positions.min() < window):
-            mask = self._zeros = grown(self._zeros, S * T)
+            mask = self._zeros = grown(self._zeros, shape[0] * shape[1])
         else:
-            mask = additive_mask(visible, positions, S, window)
-            self._masks[name] = mask
-        self.binding.bind_input(f"mask_{name}", "cpu", 0, np.float32, [1, 1, S, T], mask.ctypes.data)
+            mask = self._masks[name] = np.zeros(shape, np.float32)  # the operator is causal: padding is last
+            mask[:S, :-PADDING] = additive_mask(visible, positions, S, window)
+        self.binding.bind_input(f"mask_{name}", "cpu", 0, np.float32, [1, 1, *shape], mask.ctypes.data)
 
     def _input(self, name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         array, value = self.buffers.get(name, shape, dtype)
@@ -157,7 +159,8 @@ class SplitRunner:
     """Runs graphs that read a cache of static length and return only the new rows."""
 
     def __init__(self, meta: GraphMeta, sessions: Sessions) -> None:
-        self.meta, self.sessions, self.buffers, self.cache = meta, sessions, Buffers(), empty_cache(meta)
+        self.meta, self.sessions, self.buffers = meta, sessions, Buffers()
+        self.cache = empty_cache(meta, meta.max_context)
         self.values = [ort.OrtValue.ortvalue_from_numpy(array) for array in self.cache]
         self.present = self.cache[:, :, :, :0]  # new rows of the last forward
 
@@ -227,9 +230,9 @@ RUNNERS: dict[str, type[InplaceRunner] | type[SplitRunner]] = {
 """Profile -> what runs its graphs."""
 
 
-def empty_cache(meta: GraphMeta) -> Float32Array:
-    """Keys and values of every layer in one array, [2 L, 1, G, M, d], so that a commit is one copy."""
-    return np.zeros((2 * meta.layers, 1, meta.kv_heads, meta.max_context, meta.head_dim), np.float32)
+def empty_cache(meta: GraphMeta, length: int) -> Float32Array:
+    """Keys and values of every layer in one array, [2 L, 1, G, length, d], so that a commit is one copy."""
+    return np.zeros((2 * meta.layers, 1, meta.kv_heads, length, meta.head_dim), np.float32)
 
 
 def fill_static_mask(
