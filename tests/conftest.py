@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,103 @@ def _add_value(writer: Any, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
+
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="session")
+def write_model(byte_level_bpe: Any) -> Callable[..., Path]:
+    """A writer of tiny random llamas as folders: config.json, safetensors, tokenizer, chat template."""
+    import torch
+    import transformers
+
+    def write(folder: Path, *, layers: int, vocab: int, seed: int, tokenizer: Any = None) -> Path:
+        config = transformers.LlamaConfig(**TINY, num_hidden_layers=layers, vocab_size=vocab)
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(config).eval().float()
+        with torch.no_grad():
+            for tensor in model.parameters():
+                tensor.add_(torch.randn_like(tensor) * (0.1 if tensor.ndim > 1 else 0.3))
+        model.save_pretrained(folder)
+        (tokenizer or byte_level_bpe).save(str(folder / "tokenizer.json"))
+        names = {"eos_token": SPECIALS[0], "bos_token": SPECIALS[1], "chat_template": CHAT_TEMPLATE}
+        (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def tiny_models(
+    tmp_path_factory: pytest.TempPathFactory, write_model: Callable[..., Path]
+) -> dict[str, Path]:
+    """A target of two layers and an unrelated draft of one, whose vocabulary is padded further."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "target": write_model(folder / "target", layers=2, vocab=328, seed=0),
+        "draft": write_model(folder / "draft", layers=1, vocab=336, seed=1),
+    }
+
+
+@pytest.fixture(scope="session")
+def export_tiny() -> Callable[..., Any]:
+    """`export_bundle`, which traces each structure once a session: it takes seconds, whatever the weights."""
+    import onnx
+
+    import outrider.export.onnx as lowering
+    from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
+
+    traced: dict[str, bytes] = {}
+    original = lowering.trace
+
+    def trace(*arguments: Any) -> Any:
+        key = repr(arguments)
+        if key not in traced:
+            traced[key] = original(*arguments).SerializeToString()
+        return onnx.ModelProto.FromString(traced[key])
+
+    def export(
+        output: Path, target: tuple[Path, str], draft: tuple[Path, str] | None = None, **options: Any
+    ) -> Any:
+        roles = [None if role is None else RoleOptions(str(role[0]), role[1]) for role in (target, draft)]
+        assert roles[0] is not None
+        progress = options.pop("progress", None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lowering, "trace", trace)
+            wanted = {"max_context": 256, **options}
+            return export_bundle(ExportOptions(roles[0], output, roles[1], **wanted), progress)
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def float_bundle(
+    tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path], export_tiny: Callable[..., Any]
+) -> Path:
+    """A float32 target and itself as the draft, evaluated. Read it; copy it before a change."""
+    folder = tmp_path_factory.mktemp("float") / "bundle"
+    target = (tiny_models["target"], "fp32")
+    export_tiny(folder, target, target)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def quantized_bundle(
+    tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path], export_tiny: Callable[..., Any]
+) -> Path:
+    """An INT4 target and an unrelated INT8 draft, evaluated. Read it; copy it before a change."""
+    folder = tmp_path_factory.mktemp("quantized") / "bundle"
+    export_tiny(folder, (tiny_models["target"], "int4"), (tiny_models["draft"], "int8"))
+    return folder
