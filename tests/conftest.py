@@ -144,6 +144,7 @@ def write_model(byte_level_bpe: Any) -> Callable[..., Path]:
         with torch.no_grad():
             for tensor in model.parameters():
                 tensor.add_(torch.randn_like(tensor) * (0.1 if tensor.ndim > 1 else 0.3))
+            model.lm_head.weight.mul_(4)  # sure enough of itself that a draft dares to propose
         model.save_pretrained(folder)
         (tokenizer or byte_level_bpe).save(str(folder / "tokenizer.json"))
         names = {"eos_token": SPECIALS[0], "bos_token": SPECIALS[1], "chat_template": CHAT_TEMPLATE}

@@ -74,4 +74,7 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         code = 1
+    except OSError as error:
+        click.echo(f"outrider: {error}", err=True)
+        code = 1
     sys.exit(code if isinstance(code, int) else 0)

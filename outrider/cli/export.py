@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cli.options import ProgressBar, json_option, print_json
-from outrider.quantize.recipes import format_scheme
 
 if TYPE_CHECKING:
-    from outrider.export.bind import SlotReport
-    from outrider.export.bundle import ExportReport
+    from outrider.export.bundle import ExportReport, RoleOptions
 
 __all__ = ["command"]
 
@@ -24,7 +23,7 @@ __all__ = ["command"]
 @click.option("--output", "-o", required=True, type=click.Path(path_type=Path), help="Folder of the bundle.")
 @click.option("--device", default="host", show_default=True, help="What the bundle is for.")
 @click.option("--precision", default="int4", show_default=True, help="Recipe of the target.")
-@click.option("--draft-precision", default="int4", show_default=True, help="Recipe of the draft.")
+@click.option("--draft-precision", help="Recipe of the draft; default: int4.")
 @click.option("--override", "overrides", default="", help="Target slots: 'layers.*.down=int8-b128,...'.")
 @click.option("--draft-override", "draft_overrides", default="", help="The same for the draft.")
 @click.option("--max-context", type=int, default=2048, show_default=True, help="Tokens of the KV cache.")
@@ -41,14 +40,9 @@ def command(as_json_text: bool, **given: Any) -> None:
     """Turn a checkpoint, or a pair of them, into a bundle, and measure what it cost."""
     from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
 
-    draft = None
-    if given["draft_model"]:
-        draft = RoleOptions(
-            given["draft_model"], given["draft_precision"], given["draft_overrides"], given["draft_revision"]
-        )
     options = ExportOptions(
         target=RoleOptions(given["model"], given["precision"], given["overrides"], given["revision"]),
-        draft=draft,
+        draft=_draft(given),
         output=given["output"],
         device=given["device"],
         max_context=given["max_context"],
@@ -68,6 +62,21 @@ def command(as_json_text: bool, **given: Any) -> None:
         print_json(report)
     else:
         click.echo(describe(report))
+
+
+def _draft(given: dict[str, Any]) -> RoleOptions | None:
+    from outrider.errors import UsageError
+    from outrider.export.bundle import RoleOptions
+
+    names = ("draft_precision", "draft_overrides", "draft_revision")
+    if given["draft_model"]:
+        precision, overrides, revision = (given[name] for name in names)
+        return RoleOptions(given["draft_model"], precision or "int4", overrides, revision)
+    stray = next((name for name in names if given[name]), None)
+    if stray is not None:
+        option = stray.removesuffix("s").replace("_", "-")
+        raise UsageError(f"--{option} was given, but no --draft-model; give both or neither")
+    return None
 
 
 def _integers(text: str, option: str) -> tuple[int, ...]:
@@ -95,19 +104,24 @@ def slot_table(slots: Sequence[SlotReport]) -> list[str]:
     groups: dict[tuple[str, str], list[SlotReport]] = {}
     for slot in slots:
         kind = slot.slot.rpartition(".")[2]
-        groups.setdefault((kind, format_scheme(slot.scheme)), []).append(slot)
+        groups.setdefault((kind, slot.after), []).append(slot)
     lines = [f"  {'weights':10} {'n':>3} {'scheme':22} {'MB before':>9} {'after':>7} {'rel. error':>10}"]
     for (kind, scheme), members in groups.items():
         before, after = (
-            sum(getattr(m, name) for m in members) / 1e6 for name in ("before_bytes", "after_bytes")
+            sum(getattr(m, name) for m in members) / 1e6 for name in ("bytes_before", "bytes_after")
         )
         error = sum(m.relative_error for m in members) / len(members)
-        carried = sum(m.carried for m in members)
-        notes = [f"{carried} carried over"] if carried else []
-        notes += sorted({m.note for m in members if m.note})
         line = f"  {kind:10} {len(members):3} {scheme:22} {before:9.1f} {after:7.1f} {error:10.4f}  "
-        lines.append((line + "; ".join(notes)).rstrip())
+        lines.append(line + _reasons(members))
     return lines
+
+
+def _reasons(slots: Sequence[SlotReport]) -> str:
+    """Every reason, with the number of slots that it holds for where there are several."""
+    counts = Counter(slot.reason for slot in slots)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return "; ".join(f"{count}: {reason}" for reason, count in counts.items())
 
 
 def _number(value: Any) -> str:

@@ -32,7 +32,7 @@ __all__ = ["command", "summary"]
 @click.option("--prompt", "-p", help="The text to complete; - reads standard input.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file.")
 @click.option("--chat", "as_chat", is_flag=True, help="Put the prompt into the model's chat template.")
-@click.option("--logprobs", type=click.IntRange(min=0), default=0, help="Alternatives per token, in JSON.")
+@click.option("--logprobs", type=click.IntRange(min=0), help="Alternatives per token; needs --json.")
 @decoding_options
 @loading_options
 @json_option
@@ -40,6 +40,8 @@ def command(bundle: Path, as_json_text: bool, **options: Any) -> None:
     """Complete a prompt. The text is the target's own, whatever drafts."""
     prompt = _prompt(options.pop("prompt"), options.pop("prompt_file"))
     as_chat = options.pop("as_chat")
+    if options["logprobs"] is not None and not as_json_text:
+        raise UsageError("--logprobs are printed by --json only; give both")
     with open_pipeline(bundle, options) as pipeline:
         request = {
             "sampling": sampling_from(options),
@@ -67,7 +69,6 @@ def _prompt(text: str | None, file: Path | None) -> str:
 
 
 def _print_stream(pipeline: Pipeline, content: Any, as_chat: bool, request: dict[str, Any]) -> None:
-    request.pop("logprobs", None)
     stats = None
     for chunk in (pipeline.chat_stream if as_chat else pipeline.stream)(content, **request):
         click.echo(chunk.text, nl=False)

@@ -109,7 +109,7 @@ def parse_k(text: str) -> int | str:
     """`auto` or a whole number from 0."""
     if text == "auto":
         return text
-    if text.isdigit():
+    if text.isdecimal():
         return int(text)
     raise UsageError(f"k is {text!r}; expected auto or a whole number from 0")
 

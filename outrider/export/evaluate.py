@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from outrider.contracts import Float32Array, Graph, IntArray
-from outrider.export.reference import FloatReference
+from outrider.export.reference import ROWS, FloatReference
 from outrider.export.slots import SlotWeights, Tensors
 from outrider.manifest import GraphEntry, Manifest, RoleEntry, describe_file
 from outrider.quantize.quality import compare, evaluation_text, logit_rows, pair_acceptance
@@ -105,7 +105,7 @@ def _prompt_ids(pipeline: Pipeline, prompt: str) -> list[int]:
 def _against_reference(
     reference: FloatReference, states: Sequence[Any], graph: Graph, segments: Sequence[IntArray]
 ) -> dict[str, Any]:
-    rows = chain.from_iterable(logit_rows(graph, segment) for segment in segments)
+    rows = chain.from_iterable(_rows(graph, segment) for segment in segments)
     quality = compare(reference.rows(states), rows, np.concatenate(segments))
     return {**asdict(quality), "perplexity_increase": quality.perplexity_increase}
 
@@ -120,7 +120,7 @@ def _acceptance(
 
     def own(graph: Graph) -> Iterator[Float32Array]:
         return chain.from_iterable(
-            _skip(logit_rows(graph, text), skip) for text, skip in zip(texts, skips, strict=True)
+            _skip(_rows(graph, text), skip) for text, skip in zip(texts, skips, strict=True)
         )
 
     def exact() -> Iterator[Float32Array]:
@@ -138,6 +138,15 @@ def _acceptance(
     }
 
 
+def _rows(graph: Graph, text: IntArray) -> Iterator[Float32Array]:
+    """Logits in the chunks of `FloatReference.rows`, whatever the widths of the graph are."""
+    widest = min(ROWS, max(graph.widths or (ROWS,)))
+    width = 1 << (widest.bit_length() - 1)  # divides ROWS
+    chunks = logit_rows(graph, text, width)
+    while held := [rows.copy() for rows in islice(chunks, ROWS // width)]:
+        yield np.concatenate(held)
+
+
 def _skip(chunks: Iterable[Float32Array], skip: int) -> Iterator[Float32Array]:
     for rows in chunks:
         yield rows[min(skip, len(rows)) :]
@@ -147,7 +156,7 @@ def _skip(chunks: Iterable[Float32Array], skip: int) -> Iterator[Float32Array]:
 def _write_probe(
     folder: Path, role: str, entry: RoleEntry, reference: FloatReference, state: Any, tokens: IntArray
 ) -> RoleEntry:
-    """Store a few float logits beside the graph and name the file in its entry."""
+    """Store a few float logits beside the graph that was run, and name the file in its entry."""
     ids = tokens[:PROBE_TOKENS]
     rows = np.linspace(len(ids) // 4, len(ids) - 1, PROBE_ROWS).astype(np.int64)
     logits = next(iter(reference.rows([state[rows]])))
@@ -155,4 +164,5 @@ def _write_probe(
     np.savez(path, tokens=ids, rows=rows, logits=logits)
     graph: GraphEntry = entry.graphs[0]
     files = {**graph.files, f"{role}/{PROBE}": describe_file(path)}
-    return RoleEntry((replace(graph, files=files), *entry.graphs[1:]))
+    proven = replace(graph, files=files, via="artifact", executed_artifact=True)
+    return RoleEntry((proven, *entry.graphs[1:]))

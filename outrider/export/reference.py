@@ -17,9 +17,10 @@ from outrider.export.decoder import EagerPrimitives, Layer, Step, softcap
 from outrider.export.rope import rope_tables
 from outrider.export.slots import SlotWeights
 
-__all__ = ["FloatReference"]
+__all__ = ["ROWS", "FloatReference"]
 
 Float32Array = NDArray[np.float32]
+Stream = tuple[torch.Tensor, torch.Tensor | None]  # residual and update [1, S, D], as layers take and return
 ROWS = 64  # rows of logits at a time: 40 MB at a vocabulary of 152k
 
 
@@ -31,24 +32,38 @@ class FloatReference:
         self._config = weights.config
         self._primitives = EagerPrimitives(weights)
 
-    @torch.inference_mode()
     def final_states(
         self, sequences: Sequence[NDArray[np.int64]], progress: Callable[[float], None] | None = None
     ) -> list[torch.Tensor]:
         """The normed states [S, D] before the head, of every sequence; one pass over the layers."""
-        config = self._config
-        embedding = self._primitives.embedding("embedding", config)
-        streams: list[tuple[torch.Tensor, torch.Tensor | None]] = [
-            (embedding(torch.from_numpy(tokens)[None]) * config.embedding_scale, None) for tokens in sequences
-        ]
-        del embedding
-        for index in range(config.num_layers):
-            layer = Layer(index, config, self._primitives)
-            for place, (residual, update) in enumerate(streams):
-                streams[place] = layer(residual, update, _step(config, residual.shape[1]))
+        streams = self.embed(sequences)
+        for index in range(self._config.num_layers):
+            self.run(self.layer(index), streams)
             if progress:
-                progress((index + 1) / config.num_layers)
-        norm = self._primitives.add_norm("norm", config)
+                progress((index + 1) / self._config.num_layers)
+        return self.normed(streams)
+
+    @torch.inference_mode()
+    def embed(self, sequences: Sequence[NDArray[np.int64]]) -> list[Stream]:
+        """Where the sequences enter the first layer."""
+        embedding = self._primitives.embedding("embedding", self._config)
+        scale = self._config.embedding_scale
+        return [(embedding(torch.from_numpy(tokens)[None]) * scale, None) for tokens in sequences]
+
+    def layer(self, index: int) -> Layer:
+        """One layer with its weights, to be dropped after its `run`."""
+        return Layer(index, self._config, self._primitives)
+
+    @torch.inference_mode()
+    def run(self, layer: Layer, streams: list[Stream]) -> None:
+        """Take every stream through a layer, in place."""
+        for place, (residual, update) in enumerate(streams):
+            streams[place] = layer(residual, update, _step(self._config, residual.shape[1]))
+
+    @torch.inference_mode()
+    def normed(self, streams: Sequence[Stream]) -> list[torch.Tensor]:
+        """What the head reads after the last layer, [S, D] of every sequence."""
+        norm = self._primitives.add_norm("norm", self._config)
         return [norm(residual, update)[0][0] for residual, update in streams]
 
     @torch.inference_mode()

@@ -106,11 +106,15 @@ def _parse(line: str, path: Path, number: int) -> Prompt:
     try:
         record = json.loads(line)
         category = str(record.get("category", path.stem))
-        if "turns" in record:
-            return Prompt(category, tuple(str(turn) for turn in record["turns"]))
-        return Prompt(category, (str(record["prompt"]),), raw=True)
+        raw = "turns" not in record
+        turns = [record["prompt"]] if raw else record["turns"]
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError(f"{turns!r:.40} is not text")
+        return Prompt(category, tuple(turns), raw)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UsageError(f"{path}:{number}: not a JSON object with 'turns' or 'prompt' ({error})") from error
+        raise UsageError(
+            f"{path}:{number}: not a JSON object with 'turns' (a list of texts) or 'prompt' (a text): {error}"
+        ) from error
 
 
 def _first_of_each(prompts: Iterable[Prompt], limit: int) -> list[Prompt]:
@@ -184,13 +188,15 @@ def _run(
         "k": setting.k,
         "drafter": setting.drafter or "auto",
     }
-    if prompt.raw:
+    if prompt.raw or pipeline.template is None:
         return pipeline.generate(prompt.turns[0], **options)
     return pipeline.chat([{"role": "user", "content": prompt.turns[0]}], **options)
 
 
 def _record(cell: _Samples, result: Result, plain: Result) -> None:
     stats = result.stats
+    cell.near_ties += stats.near_ties
+    cell.identical &= list(result.tokens) == list(plain.tokens)
     rate = stats.decode_tokens_per_s
     if rate is None:
         return
@@ -201,15 +207,14 @@ def _record(cell: _Samples, result: Result, plain: Result) -> None:
     cell.accepted += stats.accepted
     cell.rounds += stats.rounds
     cell.tokens += len(result.tokens)
-    cell.near_ties += stats.near_ties
-    cell.identical &= list(result.tokens) == list(plain.tokens)
 
 
 def _rows(samples: dict[tuple[str, Setting], _Samples], plan: Sequence[Setting]) -> list[BenchRow]:
     categories = list(dict.fromkeys(category for category, _ in samples))
     rows = [_row(c, s, samples[c, s]) for c in categories for s in plan if samples[c, s].rates]
     if len(categories) > 1:
-        rows += [_row("all", s, _pool([samples[c, s] for c in categories])) for s in plan]
+        pools = {s: _pool([samples[c, s] for c in categories]) for s in plan}
+        rows += [_row("all", setting, pool) for setting, pool in pools.items() if pool.rates]
     return rows
 
 

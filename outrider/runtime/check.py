@@ -88,14 +88,19 @@ def check_bundle(
         for placed in pipeline.placement:
             tell(f"{placed.role}: probe", 0.0)
             graphs.append(_check_graph(directory, manifest, placed, _graph(pipeline, placed.role)))
-        noise = max((g.row_independence.width for g in graphs if g.row_independence), default=0.0)
-        texts = _check_texts(pipeline, max_tokens, noise, tell)
+        texts = _check_texts(pipeline, max_tokens, _width_noise(graphs), tell)
         graphs = [_with_acceptance(graph, texts) for graph in graphs]
         problems = [f"{graph.role}: {problem}" for graph in graphs for problem in graph.problems]
         problems += [
             _difference(text) for text in texts if text.first_difference is not None and not text.near_tie
         ]
         return Check(not problems, tuple(graphs), tuple(texts), tuple(problems), pipeline.placement)
+
+
+def _width_noise(graphs: Sequence[GraphCheck]) -> float:
+    """How far the target's logits move with the width; what moves in a draft's cannot change the text."""
+    rows = [graph.row_independence for graph in graphs if graph.role == "target"]
+    return max((found.width for found in rows if found is not None), default=0.0)
 
 
 def _graph(pipeline: Pipeline, role: str) -> Graph:
@@ -115,14 +120,12 @@ def _check_graph(directory: Path, manifest: Manifest, placed: Placement, graph: 
         problems.append("the bundle holds no probe (exported with --no-evaluate); its logits are unproven")
     else:
         tokens, wanted, reference = probe
-        found = agreement(probe_rows(graph, tokens, wanted), reference)
-        if found.kl > MAX_KL:
-            problems.append(f"logits are {found.kl:.2f} nats from the float reference, more than {MAX_KL}")
-        rows = row_independence(graph, tokens)
-        if rows.suffix > SUFFIX_NOISE * rows.spread and placed.role == "target":
-            problems.append(
-                f"verify rows feel later rows (by {rows.suffix:.1e}): this target is not lossless"
-            )
+        ours = probe_rows(graph, tokens, wanted)
+        if np.isfinite(ours).all():
+            found, rows = agreement(ours, reference), row_independence(graph, tokens)
+            problems += _judge(placed.role, found, rows)
+        else:
+            problems.append("logits are not finite: the weights are damaged; export the bundle again")
     return GraphCheck(
         role=placed.role,
         backend=placed.backend,
@@ -137,6 +140,15 @@ def _check_graph(directory: Path, manifest: Manifest, placed: Placement, graph: 
         acceptance=None,
         problems=tuple(problems),
     )
+
+
+def _judge(role: str, found: Agreement, rows: RowIndependence) -> list[str]:
+    problems = []
+    if found.kl > MAX_KL:
+        problems.append(f"logits are {found.kl:.2f} nats from the float reference, more than {MAX_KL}")
+    if rows.suffix > SUFFIX_NOISE * rows.spread and role == "target":
+        problems.append(f"verify rows feel later rows (by {rows.suffix:.1e}): this target is not lossless")
+    return problems
 
 
 def _read_probe(directory: Path, entry: GraphEntry) -> tuple[np.ndarray, list[int], np.ndarray] | None:
@@ -164,10 +176,12 @@ def _check_texts(pipeline: Pipeline, max_tokens: int, noise: float, tell: Progre
 
 def _greedy(pipeline: Pipeline, prompt: str, drafter: str | None, k: int, max_tokens: int) -> Result:
     pipeline.reset()
-    options: dict[str, Any] = {"k": k, "drafter": drafter, "max_tokens": max_tokens, "logprobs": 2}
     if pipeline.template is None:
-        return pipeline.generate(prompt, **options)
-    return pipeline.chat([{"role": "user", "content": prompt}], **options)
+        ids = pipeline.tokenizer.encode(prompt)
+    else:
+        ids = pipeline.chat_tokens([{"role": "user", "content": prompt}])
+    fitting = ids[: pipeline.engine.target.max_context // 2]
+    return pipeline.generate(fitting, k=k, drafter=drafter, max_tokens=max_tokens, logprobs=2)
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

@@ -99,17 +99,19 @@ def measure_costs(pipeline: Pipeline, repeats: int = 5, progress: Progress | Non
     Everything is measured in turn, `repeats` times over, so that a change of speed touches all alike.
     """
     target = pipeline.engine.target
+    prefix = min(PREFIX, target.max_context // 2)
     tokens = np.arange(PREFIX + max(WIDTHS)) % 97 + 1
-    widths = [w for w in WIDTHS if target.widths is None or w in target.widths]
+    widest = min(target.max_context - prefix, max(target.widths or WIDTHS))
+    widths = [width for width in WIDTHS if width <= widest]  # a width between compiled ones is padded
     verify: dict[int, list[float]] = {width: [] for width in widths}
     drafts: dict[str, list[float]] = {name: [] for name in pipeline.engine.drafters}
     pipeline.reset()
-    _prefill(target, tokens[:PREFIX])
+    _prefill(target, tokens[:prefix])
     for repeat in range(repeats + 1):
         for width in widths:
-            verify[width].append(_seconds(partial(target.forward, tokens[PREFIX : PREFIX + width])))
+            verify[width].append(_seconds(partial(target.forward, tokens[prefix : prefix + width])))
         for name, drafter in pipeline.engine.drafters.items():
-            drafts[name].append(_draft_step(drafter, tokens[: PREFIX + 1 + repeat], repeat))
+            drafts[name].append(_draft_step(drafter, tokens[: prefix + 1 + repeat], repeat))
         if progress:
             progress("measuring", (repeat + 1) / (repeats + 1))
     pipeline.reset()

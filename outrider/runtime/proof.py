@@ -72,14 +72,16 @@ def probe_rows(graph: Graph, tokens: IntArray, rows: Sequence[int]) -> Float32Ar
 def row_independence(graph: Graph, tokens: IntArray) -> RowIndependence:
     """Run one prefix at every width with two different suffixes and compare each row with what it was alone.
 
-    `tokens` needs at least 24 entries: a prefix, 8 tokens to verify, and another 8 as the other suffix.
+    `tokens`, at least 5, are a prefix, up to 8 tokens to verify, and as many that are the other suffix.
     """
-    prefix, verify, other = tokens[:-16], tokens[-16:-8], tokens[-8:]
-    compiled = [width for width in (graph.widths or WIDTHS) if width <= 8]
+    count = min(max(WIDTHS), (len(tokens) - 1) // 2)
+    prefix, verify, other = tokens[: -2 * count], tokens[-2 * count : -count], tokens[-count:]
+    widest = min(count, max(graph.widths or WIDTHS))
+    widths = sorted({width for width in (*WIDTHS, *(graph.widths or ())) if width <= widest})
     alone = _rows_one_by_one(graph, prefix, verify)
     spread = float(alone.std(axis=1).mean())
     by_suffix = by_width = 0.0
-    for width in compiled:
+    for width in widths:
         first = _verify(graph, prefix, verify[:width])
         by_width = max(by_width, float(np.abs(first - alone[:width]).max()))
         for kept in range(1, width):
@@ -98,7 +100,7 @@ def _rows_one_by_one(graph: Graph, prefix: IntArray, tokens: IntArray) -> Float3
         assert isinstance(logits, np.ndarray)
         rows.append(logits[0].copy())
         graph.commit([0])
-    return np.stack(rows)  # [8, V]
+    return np.stack(rows)  # [S, V]
 
 
 def _verify(graph: Graph, prefix: IntArray, tokens: IntArray) -> Float32Array:
