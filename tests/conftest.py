@@ -216,3 +216,19 @@ def quantized_bundle(
     folder = tmp_path_factory.mktemp("quantized") / "bundle"
     export_tiny(folder, (tiny_models["target"], "int4"), (tiny_models["draft"], "int8"))
     return folder
+
+
+@pytest.fixture
+def run_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """The command line as the installed script runs it: `run_main(*words)` -> exit code, stdout, stderr."""
+    from outrider.cli import main
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["outrider", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        code = ended.value.code
+        return code if isinstance(code, int) else 0, out, err
+
+    return run

@@ -44,9 +44,8 @@ def describe(result: Check) -> str:
     """The verdict as text."""
     lines = [str(placed) for placed in result.placement]
     for graph in result.graphs:
-        lines.append(
-            f"{graph.role}: executed {graph.via} by {graph.backend} on {graph.unit}, {graph.profile}"
-        )
+        done = f"executed {graph.via}" if graph.executed_artifact else "NOT executed"
+        lines.append(f"{graph.role}: {done} by {graph.backend} on {graph.unit}, {graph.profile}")
         if graph.kl is not None:
             lines.append(
                 f"  against the float reference: KL {graph.kl:.4f} nats, top-1 agreement "

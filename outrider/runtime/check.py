@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from outrider.contracts import Graph
-from outrider.errors import BundleError
+from outrider.errors import BackendError, BundleError
 from outrider.manifest import GraphEntry, Manifest, bundle_path
 from outrider.runtime.load import Placement, load
 from outrider.runtime.pipeline import Pipeline, Result
@@ -88,9 +88,14 @@ def check_bundle(
         for placed in pipeline.placement:
             tell(f"{placed.role}: probe", 0.0)
             graphs.append(_check_graph(directory, manifest, placed, _graph(pipeline, placed.role)))
-        texts = _check_texts(pipeline, max_tokens, _width_noise(graphs), tell)
-        graphs = [_with_acceptance(graph, texts) for graph in graphs]
         problems = [f"{graph.role}: {problem}" for graph in graphs for problem in graph.problems]
+        texts: list[TextCheck] = []
+        if all(graph.executed_artifact for graph in graphs):
+            try:
+                texts = _check_texts(pipeline, max_tokens, _width_noise(graphs), tell)
+            except BackendError as error:
+                problems.append(f"greedy text: {error}")
+        graphs = [_with_acceptance(graph, texts) for graph in graphs]
         problems += [
             _difference(text) for text in texts if text.first_difference is not None and not text.near_tie
         ]
@@ -112,27 +117,23 @@ def _graph(pipeline: Pipeline, role: str) -> Graph:
 
 def _check_graph(directory: Path, manifest: Manifest, placed: Placement, graph: Graph) -> GraphCheck:
     entry = next(g for g in manifest.roles[placed.role].graphs if g.path == placed.path)
-    probe = _read_probe(directory, entry)
-    problems: list[str] = []
     found: Agreement | None = None
     rows: RowIndependence | None = None
-    if probe is None:
-        problems.append("the bundle holds no probe (exported with --no-evaluate); its logits are unproven")
-    else:
-        tokens, wanted, reference = probe
-        ours = probe_rows(graph, tokens, wanted)
-        if np.isfinite(ours).all():
-            found, rows = agreement(ours, reference), row_independence(graph, tokens)
-            problems += _judge(placed.role, found, rows)
-        else:
-            problems.append("logits are not finite: the weights are damaged; export the bundle again")
+    executed = False
+    try:
+        found, rows, problems = _prove(placed.role, graph, _read_probe(directory, entry))
+        executed = True
+    except BundleError:
+        raise
+    except Exception as error:  # whatever its library raises, a graph that does not run is a finding
+        problems = [f"cannot be run as the manifest describes it ({_first_line(error)}); export it again"]
     return GraphCheck(
         role=placed.role,
         backend=placed.backend,
         unit=placed.unit,
         profile=placed.profile,
-        via="artifact",
-        executed_artifact=True,
+        via="artifact" if executed else None,
+        executed_artifact=executed,
         max_abs_error=found.max_abs_error if found else None,
         top1_agreement=found.top1_agreement if found else None,
         kl=found.kl if found else None,
@@ -140,6 +141,28 @@ def _check_graph(directory: Path, manifest: Manifest, placed: Placement, graph: 
         acceptance=None,
         problems=tuple(problems),
     )
+
+
+def _prove(
+    role: str, graph: Graph, probe: tuple[np.ndarray, list[int], np.ndarray] | None
+) -> tuple[Agreement | None, RowIndependence | None, list[str]]:
+    if probe is None:
+        graph.forward([1], logits="last")
+        return (
+            None,
+            None,
+            ["the bundle holds no probe (exported with --no-evaluate); its logits are unproven"],
+        )
+    tokens, wanted, reference = probe
+    ours = probe_rows(graph, tokens, wanted)
+    if not np.isfinite(ours).all():
+        return None, None, ["logits are not finite: the weights are damaged; export the bundle again"]
+    found, rows = agreement(ours, reference), row_independence(graph, tokens)
+    return found, rows, _judge(role, found, rows)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _judge(role: str, found: Agreement, rows: RowIndependence) -> list[str]:
