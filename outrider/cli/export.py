@@ -13,6 +13,7 @@ from outrider.cli.options import ProgressBar, json_option, print_json
 
 if TYPE_CHECKING:
     from outrider.export.bundle import ExportReport, RoleOptions
+    from outrider.quantize.report import SlotReport
 
 __all__ = ["command"]
 
