@@ -143,8 +143,8 @@ def test_an_8_bit_tied_head_and_embedding_share_one_set_of_bytes(tmp_path: Path)
     assert places[head.input[1]] == places[lookup.input[0]] is not None
     assert head.input[2] == lookup.input[2]
     by_slot = {slot.slot: slot for slot in report.slots}
-    assert by_slot["head"].after_bytes == 0
-    assert "shares" in by_slot["head"].note
+    assert by_slot["head"].bytes_after == 0
+    assert "shares" in by_slot["head"].reason
 
 
 def test_no_float_matrix_is_left_in_a_quantized_graph(tmp_path: Path) -> None:
@@ -166,10 +166,10 @@ def test_the_report_accounts_for_every_slot_and_the_checker_passes(tmp_path: Pat
     onnx.checker.check_model(str(report.path))
     assert [slot.slot for slot in report.slots] == matrix_slots(slots.config)
     for slot in report.slots:
-        assert 0 < slot.after_bytes < slot.before_bytes
+        assert 0 < slot.bytes_after < slot.bytes_before
         assert 0 < slot.relative_error < 0.2
         assert not slot.carried
-    assert sum(slot.after_bytes for slot in report.slots) <= report.data_path.stat().st_size
+    assert sum(slot.bytes_after for slot in report.slots) <= report.data_path.stat().st_size
 
 
 def test_a_decode_step_takes_few_nodes(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
-"""Recipes: names, text and JSON forms, overrides, refusals, and the report of a run."""
+"""Recipes: names, text forms, overrides, refusals, and the report of a run."""
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import numpy as np
 import pytest
 
 from outrider.errors import ExportError, UsageError
+from outrider.quantize.calibration import GPTQ_INPUTS, calibrated_scheme, needed_moment
+from outrider.quantize.pack import pack
 from outrider.quantize.recipes import (
     RECIPES,
     check_role,
@@ -15,19 +17,10 @@ from outrider.quantize.recipes import (
     get_recipe,
     parse_overrides,
     parse_scheme,
-    recipe_from_json,
-    recipe_to_json,
     with_overrides,
 )
-from outrider.quantize.report import check_changed, quantize_slots
-from outrider.quantize.schemes import BlockInt, Carry, DynamicInt8, Float, Recipe
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_survives_json(name: str) -> None:
-    recipe = get_recipe(name)
-    assert recipe.name == name
-    assert recipe_from_json(json.loads(json.dumps(recipe_to_json(recipe)))) == recipe
+from outrider.quantize.report import SlotReport, check_changed, describe
+from outrider.quantize.schemes import AnyScheme, BlockInt, Carry, DynamicInt8, Float, RawBlocks, Recipe
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -86,37 +79,77 @@ def test_a_target_may_not_scale_activations_per_forward() -> None:
         check_role(with_overrides(get_recipe("int8"), (("head", DynamicInt8()),)), "target")
 
 
-@pytest.mark.parametrize("damage", [{}, {"name": "x"}, {"linear": {"kind": "float", "bits": 3}}])
-def test_damaged_json_is_refused(damage: dict[str, object]) -> None:
-    value = {**recipe_to_json(get_recipe("int4")), **damage} if damage else {}
-    if damage == {"name": "x"}:
-        value["head"] = {"kind": "ternary"}
-    with pytest.raises(UsageError):
-        recipe_from_json(value)
+def report_of(slot: str, scheme: AnyScheme, raw: list[RawBlocks] | None = None, **options: Any) -> SlotReport:
+    """The report of a random weight under a scheme, with the statistics that `stats` names."""
+    weight = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
+    asked = options.pop("asked", scheme)
+    return describe(slot, weight, pack(weight, scheme, raw=raw, **options), asked, raw, "stats" in options)
 
 
-def slots() -> list[tuple[str, np.ndarray, None]]:
-    rng = np.random.default_rng(0)
-    return [
-        (name, rng.standard_normal((32, 64)).astype(np.float32), None) for name in ("layers.0.qkv", "head")
-    ]
-
-
-def test_the_report_names_type_bytes_and_error_of_every_slot() -> None:
+def test_the_report_names_type_bytes_and_error_of_a_weight() -> None:
     recipe = Recipe("mine", BlockInt(4, 32), Float(), BlockInt(8))
-    reports = [report for _, report in quantize_slots(slots(), recipe)]
-    check_changed(reports, recipe)
-    qkv, head = reports
+    qkv, head = (report_of(slot, recipe.scheme_for(slot)) for slot in ("layers.0.qkv", "head"))
+    check_changed([qkv, head], recipe)
     assert (qkv.slot, qkv.before, qkv.after) == ("layers.0.qkv", "float32", "int4-b32")
     assert (qkv.bytes_before, qkv.bytes_after) == (32 * 64 * 4, 32 * 64 // 2 + 32 * 2 * 4)
     assert 0.02 < qkv.relative_error < 0.12
+    assert qkv.reason == "quantized"
     assert head.after == "fp32"
     assert "recipe says so" in head.reason
 
 
+def test_the_report_says_what_was_calibrated_and_what_gave_way() -> None:
+    ones = np.ones(64, np.float32)
+    assert report_of("s", BlockInt(4, method="mse"), stats=ones).reason == "quantized; calibrated"
+    assert report_of("s", BlockInt(4), stats=ones).reason == "quantized"  # round to nearest reads none
+    fallen = report_of("s", BlockInt(4, method="mse"), asked=BlockInt(4, method="gptq"))
+    assert "at most 4096 inputs" in fallen.reason
+
+
+def test_a_source_in_other_blocks_is_reported_as_rounded_twice() -> None:
+    raw = [RawBlocks("Q4_1", (32, 64), np.zeros((32, 40), np.uint8))]
+    report = report_of("s", BlockInt(4, 64), raw)
+    assert (report.before, report.bytes_before) == ("Q4_1", 32 * 40)
+    assert report.reason == "rounded a second time: int4-b64 cannot hold these blocks"
+
+
 def test_a_recipe_that_changed_nothing_is_an_error() -> None:
     recipe = Recipe("mine", Float(), Float(), BlockInt(8))
-    reports = [report for _, report in quantize_slots(slots(), recipe)]
+    reports = [report_of(slot, recipe.scheme_for(slot)) for slot in ("layers.0.qkv", "head")]
     with pytest.raises(ExportError, match="quantized none of 2"):
         check_changed(reports, recipe)
     check_changed(reports, get_recipe("fp32"))
+
+
+WIDE = GPTQ_INPUTS + 1
+
+
+def test_gptq_gives_way_to_mse_where_inputs_cannot_be_calibrated() -> None:
+    gptq, mse = BlockInt(4, 64, method="gptq"), BlockInt(4, 64, method="mse")
+    assert calibrated_scheme(gptq, GPTQ_INPUTS) == gptq
+    assert calibrated_scheme(gptq, WIDE) == calibrated_scheme(gptq, None) == mse
+    assert calibrated_scheme(Carry(gptq), WIDE) == Carry(mse)
+    for other in (BlockInt(4, 64, method="hqq"), Float(), DynamicInt8()):
+        assert calibrated_scheme(other, WIDE) == other
+
+
+@pytest.mark.parametrize(
+    ("scheme", "types", "moment"),
+    [
+        (BlockInt(4, 32, method="gptq"), [], "full"),
+        (BlockInt(4, 32, method="gptq"), ["Q4_1"], "full"),
+        (BlockInt(4, 32, method="gptq"), ["Q4_0"], None),
+        (BlockInt(4, 32, method="mse"), [], "diagonal"),
+        (BlockInt(4, 32, method="mse"), ["Q4_0", "Q4_0"], None),
+        (BlockInt(4, 64, method="mse"), ["Q4_0"], "diagonal"),
+        (BlockInt(4, 32), [], None),
+        (BlockInt(4, 32, method="hqq"), [], None),
+        (Carry(BlockInt(4, 32, method="mse")), [], "diagonal"),
+        (Carry(BlockInt(4, 32, method="mse")), ["Q4_1"], None),
+        (Carry(BlockInt(4, 32, method="mse"), wide="round"), ["Q6_K"], None),
+        (Float(), [], None),
+        (DynamicInt8(), [], None),
+    ],
+)
+def test_moments_are_asked_for_where_packing_uses_them(scheme: Any, types: list[str], moment: Any) -> None:
+    assert needed_moment(scheme, types) == moment

@@ -6,7 +6,7 @@ One matrix is in memory at a time: it is read, packed, and written to the extern
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,30 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import ExportError
-from outrider.export.slots import SlotWeights, matrix_slots
+from outrider.export.config import ModelConfig
+from outrider.export.slots import SlotWeights, matrix_slots, slot_shape
+from outrider.quantize.calibration import calibrated_scheme
 from outrider.quantize.pack import pack
+from outrider.quantize.report import SlotReport, describe
 from outrider.quantize.schemes import AnyScheme, BlockInt, DynamicInt8, Float, PackedMatrix, Recipe, Scheme
 
-__all__ = ["SlotReport", "bind"]
+__all__ = ["bind", "slot_scheme"]
 
 MICROSOFT = "com.microsoft"
 PAGE = 4096  # large tensors start on a page, so that a runtime can map them
 INLINE_BYTES = 256  # smaller tensors stay in the graph file
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class SlotReport:
-    """What became of one matrix. `before_bytes` as the source stores it in float32."""
-
-    slot: str
-    scheme: Scheme
-    before_bytes: int
-    after_bytes: int  # 0 when it shares the bytes of another slot
-    relative_error: float
-    carried: bool
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,6 +38,7 @@ class Stored:
     shape: tuple[int, int]
     tensors: Mapping[str, Any]  # part -> TensorProto
     report: SlotReport
+    tied: bool = False  # the tensors are the embedding's, [N, K] also when they are float
 
 
 class DataFile:
@@ -138,39 +129,30 @@ class Binder:
         else:
             product(self, self.store(slot), slot, node.input[0], node.output[0])
 
-    def scheme(self, slot: str) -> AnyScheme:
-        """The recipe's scheme, except that an embedding takes that of an 8-bit head with which it is tied."""
-        head = self.recipe.scheme_for("head")
-        own = self.recipe.scheme_for(slot)
-        tied = slot == "embedding" and self.weights.config.tie_embeddings
-        if tied and isinstance(head, BlockInt) and head.bits == 8 and isinstance(own, BlockInt):
-            return head
-        return own
-
     def store(self, slot: str) -> Stored:
         """Pack a slot and write it, or point at the tied slot that holds the same bytes."""
-        scheme = self.scheme(slot)
-        if slot == "head" and self.weights.config.tie_embeddings and scheme == self.scheme("embedding"):
+        config = self.weights.config
+        scheme = slot_scheme(self.recipe, config, slot)
+        if slot == "head" and config.tie_embeddings:
             twin = self.stored["embedding"]
-            report = SlotReport(
-                slot,
-                twin.scheme,
-                0,
-                0,
-                twin.report.relative_error,
-                twin.report.carried,
-                "tied: shares the embedding's bytes",
-            )
-            self.stored[slot] = Stored(twin.scheme, twin.shape, twin.tensors, report)
-            return self.stored[slot]
-        packed = pack(
-            self.weights.matrix(slot), scheme, raw=self.weights.raw(slot), stats=self.stats.get(slot)
-        )
-        self.stored[slot] = self.write(slot, packed)
+            if scheme == slot_scheme(self.recipe, config, "embedding"):
+                report = replace(
+                    twin.report,
+                    slot=slot,
+                    bytes_before=0,
+                    bytes_after=0,
+                    reason="tied: shares the embedding's bytes",
+                )
+                self.stored[slot] = replace(twin, report=report, tied=True)
+                return self.stored[slot]
+        self.stored[slot] = self.write(slot, scheme)
         return self.stored[slot]
 
-    def write(self, slot: str, packed: PackedMatrix) -> Stored:
-        """Append the parts of a packed matrix to the data file."""
+    def write(self, slot: str, scheme: AnyScheme) -> Stored:
+        """Pack a slot and append its parts to the data file."""
+        weight, raw, stats = self.weights.matrix(slot), self.weights.raw(slot), self.stats.get(slot)
+        packed = pack(weight, scheme, raw=raw, stats=stats)
+        report = describe(slot, weight, packed, self.recipe.scheme_for(slot), raw, stats is not None)
         parts = {
             "weight": kernel_layout(packed, slot),
             "scales": packed.scales,
@@ -182,10 +164,21 @@ class Binder:
             for name, values in parts.items()
             if values is not None
         }
-        N, K = packed.shape
-        error = float(packed.details.get("relative_error", 0.0))
-        report = SlotReport(slot, packed.scheme, 4 * N * K, packed.nbytes, error, packed.carried)
         return Stored(packed.scheme, packed.shape, tensors, report)
+
+
+def slot_scheme(recipe: Recipe, config: ModelConfig, slot: str) -> AnyScheme:
+    """The scheme of a slot: the recipe's, as far as it can be had.
+
+    An embedding takes the scheme of an 8-bit head with which it is tied. `mse` stands in for `gptq` where
+    the inputs cannot be calibrated.
+    """
+    own, head = recipe.scheme_for(slot), recipe.scheme_for("head")
+    tied = slot == "embedding" and config.tie_embeddings
+    if tied and isinstance(head, BlockInt) and head.bits == 8 and isinstance(own, BlockInt):
+        own = head
+    inputs = None if slot == "embedding" else slot_shape(config, slot)[1]
+    return calibrated_scheme(own, inputs)
 
 
 def kernel_layout(packed: PackedMatrix, slot: str) -> NDArray[Any]:
@@ -320,7 +313,7 @@ def _product_float(binder: Binder, stored: Stored, slot: str, x: str, output: st
     if isinstance(stored.scheme, Float) and stored.scheme.dtype == "float16":
         weight = binder.node("Cast", [weight], f"{slot}.weight.float32", to=1)
     target = f"{output}.product" if bias else output
-    if stored.report.note:
+    if stored.tied:
         binder.node("FusedMatMul", [x, weight], target, MICROSOFT, transB=1)
     else:
         binder.node("MatMul", [x, weight], target)

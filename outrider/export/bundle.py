@@ -218,6 +218,7 @@ def _write_tokenizer(folder: Path, tokenizer: TokenizerFiles) -> TokenizerEntry:
         bos_id=tokenizer.bos_id,
         add_bos=tokenizer.add_bos,
         chat_template=names[1] if tokenizer.chat_template is not None else None,
+        eos_token=tokenizer.eos_token,
     )
 
 
@@ -235,20 +236,22 @@ def _export_role(
     options: ExportOptions,
     progress: Progress | None,
 ) -> tuple[GraphEntry, GraphReport]:
+    from outrider.export.calibrate import calibrate
     from outrider.export.onnx import export_graph
 
     place = folder / role
     place.mkdir()
-    config = checkpoint.config
+    config, weights = checkpoint.config, SlotWeights(checkpoint)
     report = export_graph(
         config,
-        SlotWeights(checkpoint),
+        weights,
         recipe,
         options.profile,
         place / "graph.onnx",
         max_context=options.max_context,
         widths=options.widths,
         hidden_layers=options.hidden_layers if role == "target" else (),
+        stats=calibrate(weights, recipe, checkpoint.tokenizer, options.max_context),
         progress=lambda _, done, total: progress(f"{role}: quantize", done / total) if progress else None,
     )
     entry = GraphEntry(

@@ -43,7 +43,8 @@ def tokenizer_from_folder(folder: Path) -> TokenizerFiles:
         raise TokenizerError(f"{path} cannot be loaded ({error}); download it again") from None
     tables = [_optional(folder / name) for name in ("tokenizer_config.json", "generation_config.json")]
     model = _optional(folder / "config.json")
-    named = {key: tokenizer.token_to_id(token) for key, token in _named_tokens(tables[0]).items()}
+    names = _named_tokens(tables[0])
+    named = {key: tokenizer.token_to_id(token) for key, token in names.items()}
     special = {
         added.content: index for index, added in tokenizer.get_added_tokens_decoder().items() if added.special
     }
@@ -59,6 +60,7 @@ def tokenizer_from_folder(folder: Path) -> TokenizerFiles:
         vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
         pad_id=named.get("pad_token"),
         unk_id=named.get("unk_token"),
+        eos_token=names.get("eos_token") or next((tokenizer.id_to_token(id) for id in _ids(model)), None),
         special_ids=special,
     )
 

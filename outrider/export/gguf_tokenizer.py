@@ -78,7 +78,7 @@ def _files(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], tokenizer_json: str
 ) -> TokenizerFiles:
     special = {token: index for index, token in enumerate(tokens) if types[index] == CONTROL}
-    bos_id = _id(metadata, "bos_token_id", len(tokens))
+    bos_id, eos_id = (_id(metadata, name, len(tokens)) for name in ("bos_token_id", "eos_token_id"))
     llama = metadata["tokenizer.ggml.model"] == "llama" or _pre(metadata) == "llama-bpe"
     return TokenizerFiles(
         tokenizer_json=tokenizer_json,
@@ -89,6 +89,7 @@ def _files(
         vocab_size=len(tokens),
         pad_id=_id(metadata, "padding_token_id", len(tokens)),
         unk_id=_id(metadata, "unknown_token_id", len(tokens)),
+        eos_token=None if eos_id is None else tokens[eos_id],
         special_ids=special,
     )
 

@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from outrider.errors import ExportError, UsageError
-from outrider.export.bind import SlotReport, bind
+from outrider.export.bind import bind
 from outrider.export.config import ModelConfig
 from outrider.export.decoder import AddNorm, Decoder, Gate, SplitAttention, Step, rms_norm
 from outrider.export.rope import rope_tables, rotary_size
-from outrider.export.slots import SlotWeights, matrix_slots, slot_shape
-from outrider.quantize.schemes import Float, Recipe
+from outrider.export.slots import SlotWeights, slot_shape
+from outrider.quantize.report import SlotReport, check_changed
+from outrider.quantize.schemes import Recipe
 
 __all__ = ["PROFILES", "GraphReport", "export_graph", "graph_meta"]
 
@@ -77,7 +78,7 @@ def export_graph(
     model = trace(config, profile, max_context, tuple(hidden_layers))
     vectors = rope_vectors(config, max_context)
     slots = bind(model, path, weights, recipe, vectors, stats=stats or {}, progress=progress)
-    _refuse_unchanged(recipe, slots, config)
+    check_changed(slots, recipe)
     _check(path)
     operators: dict[str, int] = {}
     for node in model.graph.node:
@@ -472,12 +473,6 @@ def strip(model: Any) -> Any:
         node.doc_string = ""
     del model.graph.value_info[:]
     return model
-
-
-def _refuse_unchanged(recipe: Recipe, slots: Sequence[SlotReport], config: ModelConfig) -> None:
-    asked = [slot for slot in matrix_slots(config) if not isinstance(recipe.scheme_for(slot), Float)]
-    if asked and all(slot.before_bytes <= slot.after_bytes for slot in slots):
-        raise ExportError(f"recipe {recipe.name!r} asks to quantize {len(asked)} slots and changed none")
 
 
 def _check(path: Path) -> None:

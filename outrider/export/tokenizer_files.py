@@ -27,7 +27,8 @@ class TokenizerFiles:
     """A tokenizer: the JSON of the `tokenizers` library, its chat template and its special ids.
 
     Encode with `add_special_tokens=False` and put `bos_id` in front when `add_bos` is set. `eos_ids` is every
-    token that ends a turn or a text, ascending. `vocab_size` counts the tokens, not the embedding's rows.
+    token that ends a turn or a text, ascending; `eos_token` is the one that the model declares, which chat
+    templates know by this name. `vocab_size` counts the tokens, not the embedding's rows.
     """
 
     tokenizer_json: str
@@ -38,6 +39,7 @@ class TokenizerFiles:
     vocab_size: int
     pad_id: int | None = None
     unk_id: int | None = None
+    eos_token: str | None = None
     special_ids: Mapping[str, int] = field(default_factory=dict)  # content -> id of every control token
 
 

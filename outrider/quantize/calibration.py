@@ -6,35 +6,67 @@ errors of the `mse` search.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import ExportError
+from outrider.quantize.carry import carried_scheme, rounded_scheme
+from outrider.quantize.schemes import AnyScheme, BlockInt, Carry
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Moments", "calibration_text", "collect_moments", "watch"]
+__all__ = ["GPTQ_INPUTS", "Moments", "calibrated_scheme", "calibration_text", "needed_moment", "watch"]
 
 FloatArray = NDArray[np.float32]
 
+GPTQ_INPUTS = 4096  # a second moment of so many inputs takes 64 MB, inverting it several times that
+
+
+def calibrated_scheme(scheme: AnyScheme, inputs: int | None) -> AnyScheme:
+    """The scheme with `mse` in place of `gptq` where a weight reads more than `GPTQ_INPUTS` values, or none.
+
+    `inputs` is None for an embedding, which is looked up and not multiplied.
+    """
+    if isinstance(scheme, Carry):
+        otherwise, eight_bit = _calibrated(scheme.otherwise, inputs), _calibrated(scheme.eight_bit, inputs)
+        return replace(scheme, otherwise=otherwise, eight_bit=eight_bit)
+    return _calibrated(scheme, inputs) if isinstance(scheme, BlockInt) else scheme
+
+
+def _calibrated(scheme: BlockInt, inputs: int | None) -> BlockInt:
+    wide = inputs is None or inputs > GPTQ_INPUTS
+    return replace(scheme, method="mse") if scheme.method == "gptq" and wide else scheme
+
+
+def needed_moment(scheme: AnyScheme, types: Sequence[str]) -> Literal["full", "diagonal"] | None:
+    """The moment that packing a source of these ggml types (none = float) uses: none where it is carried."""
+    if isinstance(scheme, Carry | BlockInt) and carried_scheme(types, scheme) is not None:
+        return None
+    if isinstance(scheme, Carry):
+        scheme = rounded_scheme(types, scheme)
+    if not isinstance(scheme, BlockInt):
+        return None
+    return "full" if scheme.method == "gptq" else "diagonal" if scheme.method == "mse" else None
+
 
 class Moments:
-    """Running second moments per slot. `diagonal` keeps [K] instead of [K, K] a slot."""
+    """Running second moments per slot: [K, K] for the slots of `full`, the diagonal [K] for others."""
 
-    def __init__(self, diagonal: bool = False) -> None:
-        self._diagonal = diagonal
+    def __init__(self, full: Collection[str] = ()) -> None:
+        self._full = full
         self._sums: dict[str, FloatArray] = {}
         self._rows: dict[str, int] = {}
 
     def add(self, slot: str, activations: FloatArray) -> None:
         """Count activations [..., K] that entered the slot."""
         x = np.asarray(activations, np.float32).reshape(-1, activations.shape[-1])
-        moment = np.einsum("rk,rk->k", x, x) if self._diagonal else x.T @ x
+        moment = x.T @ x if slot in self._full else np.einsum("rk,rk->k", x, x)
         if slot in self._sums:
             self._sums[slot] += moment
         else:
@@ -60,27 +92,3 @@ def watch(moments: Moments, slot: str, module: torch.nn.Module) -> torch.utils.h
         moments.add(slot, inputs[0].detach().float().cpu().numpy())
 
     return module.register_forward_pre_hook(hook)
-
-
-def collect_moments(
-    modules: Mapping[str, torch.nn.Module],
-    run: Callable[[Any], object],
-    batches: Iterable[Any],
-    diagonal: bool = False,
-) -> dict[str, FloatArray]:
-    """Second moments of the first input of each module (slot -> module) while `run` reads the batches.
-
-    A full moment of width K takes 4 K² bytes: for wide models collect a few layers at a time, or `diagonal`.
-    """
-    import torch
-
-    moments = Moments(diagonal)
-    handles = [watch(moments, slot, module) for slot, module in modules.items()]
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                run(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return moments.result()

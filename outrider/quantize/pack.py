@@ -57,13 +57,13 @@ def pack(
     """
     if weight.ndim != 2 or 0 in weight.shape:
         raise ExportError(f"a weight of shape {weight.shape} cannot be packed; it must be a non-empty matrix")
-    _check_stats(stats, weight.shape[1], scheme)
     if raw and isinstance(scheme, BlockInt | Carry):
         carried = carry(raw, scheme)
         if carried is not None:
             return _with_error(weight, carried, threads)
     if isinstance(scheme, Carry):
         scheme = rounded_scheme([part.type_name for part in raw or ()], scheme)
+    _check_stats(stats, weight.shape[1], scheme)
     if isinstance(scheme, Float):
         return _with_error(weight, _pack_float(weight, scheme), threads)
     if isinstance(scheme, DynamicInt8):

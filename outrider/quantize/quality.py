@@ -6,7 +6,7 @@ come in chunks, so that a large vocabulary times a long text is never held at on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -19,12 +19,9 @@ from outrider.errors import ContextError, OutriderError, UsageError
 __all__ = [
     "Acceptance",
     "Quality",
-    "acceptance",
     "compare",
-    "evaluate",
     "evaluation_text",
     "logit_rows",
-    "own_text",
     "pair_acceptance",
 ]
 
@@ -100,23 +97,6 @@ def pair_acceptance(target: Iterable[Float32Array], draft: Iterable[Float32Array
     return Acceptance(float(match.mean()), float(shared.mean()), tokens)
 
 
-def evaluate(
-    graph: Graph, reference: Graph, tokens: Sequence[int] | IntArray, chunk: int = CHUNK_ROWS
-) -> Quality:
-    """Quality of a graph against its float reference; both start from an empty cache and end with one."""
-    size = _common_chunk((graph, reference), chunk)
-    return compare(logit_rows(reference, tokens, size), logit_rows(graph, tokens, size), tokens)
-
-
-def acceptance(
-    target: Graph, draft: Graph, tokens: Sequence[int] | IntArray, chunk: int = CHUNK_ROWS, skip: int = 0
-) -> Acceptance:
-    """Acceptance of a pair on a text of the target; the first `skip` tokens are a prompt and do not count."""
-    size = _common_chunk((target, draft), chunk)
-    ours, theirs = (_without(logit_rows(graph, tokens, size), skip) for graph in (target, draft))
-    return pair_acceptance(ours, theirs, len(tokens) - skip)
-
-
 def logit_rows(
     graph: Graph, tokens: Sequence[int] | IntArray, chunk: int = CHUNK_ROWS
 ) -> Iterator[Float32Array]:
@@ -142,32 +122,6 @@ def logit_rows(
         graph.truncate(0)
 
 
-def own_text(graph: Graph, prompt: Sequence[int], count: int, stop: Collection[int] = ()) -> list[int]:
-    """The graph's own greedy continuation of a prompt: at most `count` tokens, ended by a stop id."""
-    graph.truncate(0)
-    pending, text = list(prompt), list[int]()
-    for start in range(0, len(pending) - 1, CHUNK_ROWS):
-        part = pending[start : min(start + CHUNK_ROWS, len(pending) - 1)]
-        graph.forward(part, logits="none")
-        graph.commit(range(len(part)))
-    token = pending[-1]
-    while len(text) < count and graph.length < graph.max_context:
-        logits = graph.forward([token], logits="last").logits
-        graph.commit([0])
-        if not isinstance(logits, np.ndarray):
-            raise OutriderError(f"the graph returned {type(logits).__name__} where logits were asked for")
-        token = int(logits[-1].argmax())
-        if token in stop:
-            break
-        text.append(token)
-    graph.truncate(0)
-    return text
-
-
-def _common_chunk(graphs: Iterable[Graph], chunk: int) -> int:
-    return min([chunk, *(max(graph.widths) for graph in graphs if graph.widths is not None)])
-
-
 def _paired(
     left: Iterable[Float32Array], right: Iterable[Float32Array], rows: int
 ) -> Iterator[tuple[int, Float32Array, Float32Array]]:
@@ -183,12 +137,6 @@ def _paired(
         start += max(count, 0)
     if start < rows or rows < 1:
         raise UsageError(f"{start} rows of logits for {rows} tokens to predict; nothing can be measured")
-
-
-def _without(chunks: Iterable[Float32Array], skip: int) -> Iterator[Float32Array]:
-    for rows in chunks:
-        yield rows[min(skip, len(rows)) :]
-        skip -= min(skip, len(rows))
 
 
 def _compare_rows(reference: Float32Array, ours: Float32Array, targets: IntArray) -> NDArray[np.float64]:

@@ -1,12 +1,11 @@
-"""Named recipes, the text form of schemes, overrides by pattern, and the JSON form of a recipe."""
+"""Named recipes, the text form of schemes, and overrides by pattern."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from outrider.errors import UsageError
 from outrider.quantize.schemes import (
@@ -27,8 +26,6 @@ __all__ = [
     "get_recipe",
     "parse_overrides",
     "parse_scheme",
-    "recipe_from_json",
-    "recipe_to_json",
     "with_overrides",
 ]
 
@@ -170,50 +167,3 @@ def parse_overrides(text: str) -> Overrides:
             raise UsageError(f"override {item!r} is not pattern=scheme, as in layers.*.down=int8-b128")
         pairs.append((pattern.strip(), parse_scheme(scheme.strip())))
     return tuple(pairs)
-
-
-def recipe_to_json(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain JSON values."""
-    return {
-        "name": recipe.name,
-        "linear": _scheme_to_json(recipe.linear),
-        "head": _scheme_to_json(recipe.head),
-        "embedding": _scheme_to_json(recipe.embedding),
-        "overrides": [[pattern, _scheme_to_json(scheme)] for pattern, scheme in recipe.overrides],
-    }
-
-
-def recipe_from_json(value: Mapping[str, Any]) -> Recipe:
-    """The recipe that `recipe_to_json` wrote. Raises UsageError when a field is missing or unknown."""
-    try:
-        linear, head, embedding = (_scheme_from_json(value[key]) for key in ("linear", "head", "embedding"))
-        overrides = tuple((str(pattern), _scheme_from_json(scheme)) for pattern, scheme in value["overrides"])
-        return Recipe(str(value["name"]), linear, head, embedding, overrides)
-    except (KeyError, TypeError, ValueError) as problem:
-        raise UsageError(f"this is not a recipe: {problem}") from problem
-
-
-_KINDS: dict[str, type[AnyScheme]] = {
-    "float": Float,
-    "block_int": BlockInt,
-    "dynamic_int8": DynamicInt8,
-    "carry": Carry,
-}
-
-
-def _scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:
-    kind = next(name for name, known in _KINDS.items() if isinstance(scheme, known))
-    fields = {key: getattr(scheme, key) for key in scheme.__dataclass_fields__}
-    if isinstance(scheme, Carry):
-        fields |= {key: _scheme_to_json(fields[key]) for key in ("otherwise", "eight_bit")}
-    return {"kind": kind, **fields}
-
-
-def _scheme_from_json(value: Mapping[str, Any]) -> AnyScheme:
-    fields = dict(value)
-    kind = fields.pop("kind")
-    if kind not in _KINDS:
-        raise UsageError(f"unknown kind of scheme {kind!r}; known: {', '.join(_KINDS)}")
-    for key in fields.keys() & {"otherwise", "eight_bit"}:
-        fields[key] = _scheme_from_json(fields[key])
-    return _KINDS[kind](**fields)

@@ -1,21 +1,19 @@
-"""Quantize the slots of a model by a recipe, and say of each what happened to it."""
+"""Say of every weight what a recipe did to it, and refuse one that did nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import ExportError
-from outrider.quantize.pack import pack
+from outrider.quantize.calibration import GPTQ_INPUTS
 from outrider.quantize.recipes import format_scheme
 from outrider.quantize.schemes import AnyScheme, Float, PackedMatrix, RawBlocks, Recipe
 
-__all__ = ["SlotReport", "check_changed", "describe", "quantize_slots"]
-
-Slot = tuple[str, NDArray[np.floating], Sequence[RawBlocks] | None]  # name, weight [N, K], its source blocks
+__all__ = ["SlotReport", "check_changed", "describe"]
 
 
 @dataclass(frozen=True)
@@ -27,25 +25,10 @@ class SlotReport:
     before: str  # the source's types, such as "Q4_K+Q6_K" or "float32"
     after: str  # a scheme, as `recipes.parse_scheme` reads it
     bytes_before: int
-    bytes_after: int
+    bytes_after: int  # 0 when it shares the bytes of another slot, as `bytes_before` then is
     relative_error: float  # ||W - Ŵ|| / ||W|| against the (dequantized) source
     carried: bool
     reason: str
-
-
-def quantize_slots(
-    slots: Iterable[Slot],
-    recipe: Recipe,
-    stats: Mapping[str, NDArray[np.float32]] | None = None,
-) -> Iterator[tuple[PackedMatrix, SlotReport]]:
-    """Pack every slot under the recipe's scheme, one at a time; call `check_changed` on the reports after.
-
-    `stats` maps slots to second moments of their inputs (see `calibration`).
-    """
-    for slot, weight, raw in slots:
-        scheme = recipe.scheme_for(slot)
-        packed = pack(weight, scheme, raw=raw, stats=None if stats is None else stats.get(slot))
-        yield packed, describe(slot, weight, packed, scheme, raw)
 
 
 def describe(
@@ -54,8 +37,9 @@ def describe(
     packed: PackedMatrix,
     asked: AnyScheme,
     raw: Sequence[RawBlocks] | None = None,
+    calibrated: bool = False,
 ) -> SlotReport:
-    """The report line of one packed weight."""
+    """The report line of one packed weight: `asked` is the recipe's scheme, `raw` its source blocks."""
     return SlotReport(
         slot=slot,
         shape=packed.shape,
@@ -65,7 +49,7 @@ def describe(
         bytes_after=packed.nbytes,
         relative_error=packed.details.get("relative_error", 0.0),
         carried=packed.carried,
-        reason=_reason(packed, asked, raw),
+        reason=_reason(packed, asked, raw, calibrated),
     )
 
 
@@ -85,12 +69,17 @@ def check_changed(reports: Sequence[SlotReport], recipe: Recipe) -> None:
         )
 
 
-def _reason(packed: PackedMatrix, asked: AnyScheme, raw: Sequence[RawBlocks] | None) -> str:
+def _reason(packed: PackedMatrix, asked: AnyScheme, raw: Sequence[RawBlocks] | None, calibrated: bool) -> str:
     if packed.carried:
         how = "" if packed.correction is None else ", minima as an exact correction"
         return f"the source's own blocks{how}"
     if isinstance(packed.scheme, Float):
         return f"left in {packed.scheme.dtype}: the recipe says so"
-    if raw and any(part.type_name.startswith("Q") for part in raw):
-        return f"rounded a second time: {format_scheme(asked)} cannot hold these blocks"
-    return "quantized"
+    again = raw and any(part.type_name.startswith("Q") for part in raw)
+    how = f"rounded a second time: {format_scheme(asked)} cannot hold these blocks" if again else "quantized"
+    method = getattr(packed.scheme, "method", None)
+    if calibrated and method in ("mse", "gptq"):
+        how += "; calibrated"
+    if method == "mse" and getattr(asked, "method", None) == "gptq":
+        how += f"; mse, as gptq takes no embedding and at most {GPTQ_INPUTS} inputs"
+    return how
