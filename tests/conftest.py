@@ -167,12 +167,11 @@ def tiny_models(
 
 
 @pytest.fixture(scope="session")
-def export_tiny() -> Callable[..., Any]:
-    """`export_bundle`, which traces each structure once a session: it takes seconds, whatever the weights."""
+def trace_cache() -> Callable[[pytest.MonkeyPatch], None]:
+    """What makes a patch trace each structure once a session: it takes seconds, whatever the weights."""
     import onnx
 
     import outrider.export.onnx as lowering
-    from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
 
     traced: dict[str, bytes] = {}
     original = lowering.trace
@@ -183,16 +182,29 @@ def export_tiny() -> Callable[..., Any]:
             traced[key] = original(*arguments).SerializeToString()
         return onnx.ModelProto.FromString(traced[key])
 
+    return lambda patch: patch.setattr(lowering, "trace", trace)
+
+
+@pytest.fixture
+def traced_once(trace_cache: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports inside this test share the traces of the session."""
+    trace_cache(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def export_tiny(trace_cache: Callable[..., None]) -> Callable[..., Any]:
+    """`export_bundle` of a (folder, precision) or two of them, with a context of 256 and shared traces."""
+    from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
+
     def export(
         output: Path, target: tuple[Path, str], draft: tuple[Path, str] | None = None, **options: Any
     ) -> Any:
-        roles = [None if role is None else RoleOptions(str(role[0]), role[1]) for role in (target, draft)]
-        assert roles[0] is not None
+        roles = [RoleOptions(str(role[0]), role[1]) for role in (target, draft) if role is not None]
         progress = options.pop("progress", None)
+        wanted = {"max_context": 256, "draft": roles[1] if draft else None, **options}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lowering, "trace", trace)
-            wanted = {"max_context": 256, **options}
-            return export_bundle(ExportOptions(roles[0], output, roles[1], **wanted), progress)
+            trace_cache(patch)
+            return export_bundle(ExportOptions(roles[0], output, **wanted), progress)
 
     return export
 

@@ -15,7 +15,9 @@ import pytest
 
 import outrider
 from outrider.errors import CheckpointError, ExportError, OutriderError, TokenizerMismatch, UsageError
+from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
 from outrider.manifest import MANIFEST_NAME, read_manifest, verify
+from outrider.runtime.check import check_bundle
 
 Export = Callable[..., Any]
 Models = dict[str, Path]
@@ -244,3 +246,14 @@ def test_a_damaged_checkpoint_leaves_nothing(
     with pytest.raises(OutriderError, match="safetensors"):
         export_tiny(tmp_path / "bundle", (model, "int4"))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_real_model_exports_checks_and_decodes(smollm2_gguf: Path, tmp_path: Path) -> None:
+    target = RoleOptions(str(smollm2_gguf), "int4-b32")
+    export_bundle(ExportOptions(target, tmp_path / "bundle", max_context=512, evaluate=False))
+    result = check_bundle(tmp_path / "bundle", max_tokens=16)
+    assert [problem for problem in result.problems if "no probe" not in problem] == []
+    assert len(result.texts) == 6
+    with outrider.load(tmp_path / "bundle") as pipeline:
+        question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+        assert "Paris" in pipeline.chat(question, max_tokens=16).text

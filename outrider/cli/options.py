@@ -115,8 +115,8 @@ def parse_k(text: str) -> int | str:
 
 
 def print_json(record: Any) -> None:
-    """Print a record as JSON."""
-    click.echo(json.dumps(as_json(record), indent=2, ensure_ascii=False))
+    """Print a record as JSON; paths become text."""
+    click.echo(json.dumps(as_json(record), indent=2, ensure_ascii=False, default=str))
 
 
 class ProgressBar:
