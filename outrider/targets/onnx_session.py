@@ -10,6 +10,7 @@ from typing import Any
 import onnxruntime as ort
 
 from outrider.errors import BackendError
+from outrider.targets.huge_pages import new_memory_on_huge_pages
 
 __all__ = ["CPU", "GraphMeta", "Sessions"]
 
@@ -49,6 +50,12 @@ class GraphMeta:
 
 
 SIZES = ("max_context", "vocab_size", "hidden_size", "layers", "kv_heads", "head_dim")
+
+
+ENTRIES = {
+    "session.force_spinning_stop": "1",  # the threads of an idle graph must not take the cores of a busy one
+    "session.use_device_allocator_for_initializers": "1",  # weights apart from scratch memory
+}
 
 
 class Sessions:
@@ -95,16 +102,17 @@ class Sessions:
         options.inter_op_num_threads = 1
         if self.threads:
             options.intra_op_num_threads = self.threads
-        for name, value in self.entries.items():
+        for name, value in {**ENTRIES, **self.entries}.items():
             options.add_session_config_entry(name, value)
         if shape is not None:
             sizes = {"width": shape[0], "picked": shape[1], "columns": self.max_context + shape[0]}
             for name, size in sizes.items():
                 options.add_free_dimension_override_by_name(name, size)
         try:
-            return ort.InferenceSession(
-                str(self.path), options, providers=self.providers, provider_options=self.provider_options
-            )
+            with new_memory_on_huge_pages():
+                return ort.InferenceSession(
+                    str(self.path), options, providers=self.providers, provider_options=self.provider_options
+                )
         except Exception as error:
             raise BackendError(
                 f"ONNX Runtime {ort.__version__} cannot load {self.path}: {error}; "
