@@ -249,7 +249,7 @@ def test_a_damaged_checkpoint_leaves_nothing(
 
 
 def test_the_real_model_exports_checks_and_decodes(smollm2_gguf: Path, tmp_path: Path) -> None:
-    target = RoleOptions(str(smollm2_gguf), "int4-b32")
+    target = RoleOptions(str(smollm2_gguf), "int8")
     export_bundle(ExportOptions(target, tmp_path / "bundle", max_context=512, evaluate=False))
     result = check_bundle(tmp_path / "bundle", max_tokens=16)
     assert [problem for problem in result.problems if "no probe" not in problem] == []
