@@ -25,6 +25,7 @@ __all__ = ["bind", "slot_scheme"]
 
 MICROSOFT = "com.microsoft"
 PAGE = 4096  # large tensors start on a page, so that a runtime can map them
+CORRECTION = BlockInt(8, 32)  # of block minima, [N, blocks]
 INLINE_BYTES = 256  # smaller tensors stay in the graph file
 
 Progress = Callable[[str, int, int], None]
@@ -157,13 +158,11 @@ class Binder:
             "weight": kernel_layout(packed, slot),
             "scales": packed.scales,
             "zero_points": packed.zero_points,
-            "correction": None if packed.correction is None else packed.correction.T,  # [blocks, N]
+            **correction_parts(packed, slot),
         }
-        tensors = {
-            name: self.data.add(f"{slot}.{name}", values)
-            for name, values in parts.items()
-            if values is not None
-        }
+        arrays = {name: values for name, values in parts.items() if values is not None}
+        tensors = {name: self.data.add(f"{slot}.{name}", values) for name, values in arrays.items()}
+        report = replace(report, bytes_after=sum(values.nbytes for values in arrays.values()))
         return Stored(packed.scheme, packed.shape, tensors, report)
 
 
@@ -179,6 +178,20 @@ def slot_scheme(recipe: Recipe, config: ModelConfig, slot: str) -> AnyScheme:
         own = head
     inputs = None if slot == "embedding" else slot_shape(config, slot)[1]
     return calibrated_scheme(own, inputs)
+
+
+def correction_parts(packed: PackedMatrix, slot: str) -> dict[str, NDArray[Any] | None]:
+    """What a product or a lookup needs to add the blocks' minima.
+
+    A product takes them in 8 bits through the same kernel as its codes: in float32 a single row would be summed
+    in another order than several, and the text could then depend on the draft.
+    """
+    if packed.correction is None:
+        return {}
+    if slot == "embedding":
+        return {"correction": packed.correction.T}  # [blocks, N]
+    minima = pack(packed.correction, CORRECTION)
+    return {"correction.weight": minima.codes, "correction.scales": minima.scales}
 
 
 def kernel_layout(packed: PackedMatrix, slot: str) -> NDArray[Any]:
@@ -329,22 +342,21 @@ def _product_blocks(binder: Binder, stored: Stored, x: str, output: str, bias: s
     inputs = [x, binder.part(stored, "weight"), binder.part(stored, "scales"), zeros, "", bias]
     while inputs[-1] == "":
         inputs.pop()
-    corrected = "correction" in stored.tensors
-    target = binder.node(
-        "MatMulNBits",
-        inputs,
-        f"{output}.product" if corrected else output,
-        MICROSOFT,
-        K=K,
-        N=N,
-        bits=scheme.bits,
-        block_size=scheme.block,
-        accuracy_level=scheme.accuracy_level,
-    )
+    corrected = "correction.weight" in stored.tensors
+    target = _blocks_node(binder, inputs, f"{output}.product" if corrected else output, K, N, scheme)
     if corrected:
         sums = _block_sums(binder, x, K, scheme.block)
-        shift = binder.node("MatMul", [sums, binder.part(stored, "correction")], f"{output}.shift")
+        inputs = [sums, binder.part(stored, "correction.weight"), binder.part(stored, "correction.scales")]
+        blocks = -(-K // scheme.block)
+        shift = _blocks_node(binder, inputs, f"{output}.shift", blocks, N, CORRECTION)
         binder.node("Add", [target, shift], output)
+
+
+def _blocks_node(binder: Binder, inputs: Sequence[str], output: str, K: int, N: int, scheme: BlockInt) -> str:
+    sizes = {"K": K, "N": N, "bits": scheme.bits, "block_size": scheme.block}
+    return binder.node(
+        "MatMulNBits", inputs, output, MICROSOFT, accuracy_level=scheme.accuracy_level, **sizes
+    )
 
 
 def _block_sums(binder: Binder, x: str, K: int, block: int) -> str:
