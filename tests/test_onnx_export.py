@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from outrider.errors import ExportError, UsageError
+from outrider.export.bind import CORRECTION
 from outrider.export.onnx import export_graph
 from outrider.export.slots import SlotWeights, matrix_slots
 from outrider.quantize.pack import pack, unpack
@@ -99,12 +100,14 @@ def test_dynamic_int8_is_close_to_the_float_weights(tmp_path: Path) -> None:
     assert report.operators["DynamicQuantizeMatMul"] == 2 * 4 + 1
 
 
-def test_a_correction_is_added_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_correction_is_added_to_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     corrections: dict[tuple[int, int], np.ndarray] = {}
 
     def with_correction(weight: np.ndarray, scheme: Any, **options: Any) -> PackedMatrix:
         packed = pack(weight, scheme)
+        if scheme == CORRECTION:  # the minima themselves
+            return packed
         correction = rng.normal(0, 0.05, packed.scales.shape).astype(np.float32)
         corrections[id(weight), len(corrections)] = correction
         return replace(packed, correction=correction)
@@ -125,7 +128,9 @@ def test_a_correction_is_added_exactly(tmp_path: Path, monkeypatch: pytest.Monke
         report = export(slots, recipe, tmp_path)
         made = dict(zip([slot.slot for slot in report.slots], corrections.values(), strict=True))
         expected = EagerGraph(Corrected(slots, recipe)).forward(TOKENS).logits
-        np.testing.assert_allclose(logits(report), expected, atol=2e-4 * np.abs(expected).max())
+        plain = EagerGraph(Rounded(slots, recipe)).forward(TOKENS).logits
+        missed, error = np.abs(plain - expected).max(), np.abs(logits(report) - expected).max()
+        assert error < 0.03 * missed, (error, missed)
 
 
 def test_an_8_bit_tied_head_and_embedding_share_one_set_of_bytes(tmp_path: Path) -> None:
@@ -175,7 +180,7 @@ def test_the_report_accounts_for_every_slot_and_the_checker_passes(tmp_path: Pat
 def test_a_decode_step_takes_few_nodes(tmp_path: Path) -> None:
     slots = weights("smollm", num_hidden_layers=4)
     report = export(slots, Recipe("r", blocks(4), blocks(8), blocks(8)), tmp_path)
-    assert sum(report.operators.values()) <= 10 * 4 + 12
+    assert sum(report.operators.values()) <= 12 * 4 + 12
     assert report.operators["GroupQueryAttention"] == 4
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -273,7 +274,7 @@ class GqaAttention(SplitAttention):
         }
         if c.attention_softcap is not None:
             attributes["softcap"] = c.attention_softcap
-        padded = torch.cat([qkv, qkv[:, :1]], dim=1)  # [1, S + 1, (H + 2 G) d]
+        padded = F.pad(qkv, (0, 0, 0, PADDING))  # [1, S + 1, (H + 2 G) d]
         key_cache, value_cache = step.past[self.layer]
         cos, sin = step.rope[self.kind]
         cache = [key_cache, value_cache, step.extra["seqlens_k"], step.extra["total"], cos, sin]
@@ -286,7 +287,7 @@ class GqaAttention(SplitAttention):
             version=1,
         )
         step.present.append((key, value))
-        return context[:, :-1]
+        return context[:, :-PADDING]
 
     def inputs(self, qkv: Tensor) -> list[Tensor | None]:
         """Packed qkv where nothing happens to its heads before the operator, else three normed parts."""
