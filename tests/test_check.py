@@ -170,9 +170,15 @@ DAMAGES = [
         id="another target",
     ),
     pytest.param(edit_manifest(lambda m: m["roles"].pop("target")), "no 'target'", id="no target"),
-    pytest.param(edit_manifest(lambda m: first_graph(m).update(vocab_size=300)), "cannot be run", id="vocabulary"),
-    pytest.param(edit_manifest(lambda m: first_graph(m)["kv"].update(layers=1)), "cannot be run", id="layers"),
-    pytest.param(edit_manifest(lambda m: first_graph(m)["kv"].update(head_dim=8)), "cannot be run", id="head size"),
+    pytest.param(
+        edit_manifest(lambda m: first_graph(m).update(vocab_size=300)), "cannot be run", id="vocabulary"
+    ),
+    pytest.param(
+        edit_manifest(lambda m: first_graph(m)["kv"].update(layers=1)), "cannot be run", id="layers"
+    ),
+    pytest.param(
+        edit_manifest(lambda m: first_graph(m)["kv"].update(head_dim=8)), "cannot be run", id="head size"
+    ),
     pytest.param(edit_manifest(lambda m: first_graph(m)["options"].clear()), "lacks", id="options"),
     pytest.param(edit_manifest(lambda m: m.update(max_context="many")), "max_context", id="type"),
 ]
