@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -257,3 +258,28 @@ def test_the_real_model_exports_checks_and_decodes(smollm2_gguf: Path, tmp_path:
     with outrider.load(tmp_path / "bundle") as pipeline:
         question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
         assert "Paris" in pipeline.chat(question, max_tokens=16).text
+
+
+def test_an_old_bundle_is_put_back_when_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.export import bundle
+
+    output, folder = tmp_path / "bundle", tmp_path / ".new"
+    for place, word in ((output, "old"), (folder, "new")):
+        place.mkdir()
+        (place / "word").write_text(word)
+    moves: list[Path] = []
+    replace = os.replace
+
+    def second_fails(source: Path, target: Path) -> None:
+        moves.append(source)
+        if len(moves) == 2:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(bundle.os, "replace", second_fails)
+    with pytest.raises(KeyboardInterrupt):
+        bundle._take_place(folder, output)
+    assert (output / "word").read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".new", "bundle"]

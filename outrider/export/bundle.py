@@ -164,22 +164,35 @@ def refuse_mismatch(target: TokenizerFiles, draft: TokenizerFiles) -> None:
 def _fresh_folder(output: Path, force: bool) -> Iterator[Path]:
     """A temporary folder that takes the place of `output` when the block ends well."""
     _refuse_existing(output, force)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
-    folder.chmod(0o755)
+    folder: Path | None = None
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
+        folder.chmod(0o755)
         yield folder
-        if output.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".old", dir=output.parent))
-            os.replace(output, old / "bundle")
-            os.replace(folder, output)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.replace(folder, output)
+        _take_place(folder, output)
     except OSError as error:
         raise _disk_error(error, output) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _take_place(folder: Path, output: Path) -> None:
+    """Move `folder` to `output`; what was there is removed afterwards, or put back if the move fails."""
+    if not output.exists():
+        os.replace(folder, output)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".old", dir=output.parent))
+    try:
+        os.replace(output, aside / "bundle")
+        os.replace(folder, output)
+    except BaseException:
+        if not output.exists() and (aside / "bundle").exists():
+            os.replace(aside / "bundle", output)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _refuse_existing(output: Path, force: bool) -> None:

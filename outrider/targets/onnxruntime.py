@@ -90,7 +90,13 @@ class OnnxGraph:
             mask = None
         rows = requested_rows(logits, S)
         self._pending = 0
-        values, states = self._runner.run(ids, self._positions[: self._length + S], mask, rows)
+        try:
+            values, states = self._runner.run(ids, self._positions[: self._length + S], mask, rows)
+        except RuntimeError as error:
+            raise BackendError(
+                f"ONNX Runtime failed in a forward of {S} tokens after {self._length}: {error}; the graph and its "
+                "manifest may not belong together (run `outrider check`)"
+            ) from error
         self._pending = S
         found = {layer: states[self.hidden_layers.index(layer)] for layer in hidden}
         if isinstance(logits, TopK):
