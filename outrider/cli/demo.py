@@ -33,16 +33,16 @@ class Pair:
 PAIRS = {
     "smollm2": Pair(
         "smollm2-135m-q4_1",
-        "int8",
+        "int4",
         "smollm2-135m-q4_1",
         "int4-b128",
-        "SmolLM2-135M in INT8 as the target, the same weights in INT4 as the draft, and n-gram lookup",
+        "SmolLM2-135M as the target, the same weights in coarser INT4 as a stand-in draft, and n-gram lookup",
     ),
     "qwen-coder": Pair(
         "qwen2.5-coder-1.5b-q4_k_m",
-        "int8",
+        "int4",
         "qwen2.5-coder-0.5b-q4_k_m",
-        "int4-b128",
+        "int4",
         "Qwen2.5-Coder-1.5B as the target, the 0.5B as the draft, and n-gram lookup",
     ),
 }
