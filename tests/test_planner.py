@@ -169,7 +169,7 @@ def test_trap_17_only_evaluated_positions_are_trained():
 
 def test_acceptance_is_kept_apart_by_the_kind_of_proposal():
     planner = Planner({"verify_s": CPU, "draft_s": {"d": 0.0}})
-    for _ in range(10):
+    for _ in range(6):
         planner.plan({"d": "2"}, 7)
         observe(planner, Plan("d", 1), 1, 0, 0.051, kind="2")
     assert planner.plan({"d": "2"}, 7).k == 0

@@ -237,11 +237,11 @@ class _Evidence:
 class _Account:
     """What a drafter may still lose, in plain steps, and when it may be probed again."""
 
-    steps: float = 3.0
+    steps: float = 1.5
     idle_rounds: int = 0
     interval: int = 16
 
-    allowance = 3.0  # to start a text with
+    allowance = 1.5  # to start a text with: three percent of fifty tokens
     most = 10.0
 
     def book(self, won: float) -> None:
