@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from outrider.contracts import Graph, TopK, TopRows
 from outrider.errors import BackendError, ContextError
 from outrider.export.onnx import GraphReport, export_graph
+from outrider.quantize.recipes import get_recipe
 from outrider.quantize.schemes import BlockInt, DynamicInt8, Float, Recipe
 from outrider.targets.onnxruntime import OnnxGraph, top_rows
 from tests import families
@@ -180,6 +182,18 @@ def test_rows_of_block_quantized_graphs_do_not_depend_on_width_or_later_rows(
     rows = earlier_rows_by_company(load(export("llama", profile, recipe)))
     for row in rows[1:]:
         np.testing.assert_allclose(row, rows[0], atol=2e-5 * np.abs(rows[0]).max())
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="these kernels are known to be exact on x86-64 only"
+)
+@pytest.mark.parametrize("name", ["int4", "int4-b32", "int8", "int8-b32"])
+def test_rows_of_exact_recipes_are_equal_bit_for_bit_at_every_width(
+    export: Callable[..., GraphReport], name: str
+) -> None:
+    rows = earlier_rows_by_company(load(export("llama", "inplace", get_recipe(name))))
+    for row in rows[1:]:
+        np.testing.assert_array_equal(row, rows[0])
 
 
 def test_rows_of_dynamic_int8_graphs_depend_on_their_company(export: Callable[..., GraphReport]) -> None:

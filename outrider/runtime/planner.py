@@ -237,11 +237,12 @@ class _Evidence:
 class _Account:
     """What a drafter may still lose, in plain steps, and when it may be probed again."""
 
-    steps: float = 1.5
+    steps: float = 2.0
     idle_rounds: int = 0
     interval: int = 16
 
-    allowance = 1.5  # to start a text with: three percent of fifty tokens
+    allowance = 2.0  # to start a text with: three percent of 64 tokens
+    stake = 0.5  # of the account: what one draft may lose, so that a first failure leaves room for shorter drafts
     most = 10.0
 
     def book(self, won: float) -> None:
@@ -331,7 +332,7 @@ class Planner:
         if untried is not None:
             return Plan(untried, 1, reason="measuring the drafter")
         plain_s = self._plain_s()
-        risk_s = {name: self._account(name).steps * plain_s for name in kinds}
+        risk_s = {name: _Account.stake * self._account(name).steps * plain_s for name in kinds}
         catch_up_s = {name: n * self._catch_up_token_s(name) for name, n in (backlogs or {}).items() if n > 1}
         limits = Limits(k_max, self._widths, catch_up_s, min(horizon, 128), risk_s)
         plan = choose(self.costs, self.acceptance(kinds), self.objective, limits)
