@@ -8,7 +8,7 @@ forward of width k + 1, whose cost is measured by width and never assumed flat.
 
 `Planner` keeps the estimates: costs as moving averages, acceptance as decayed counts by drafter, kind of
 proposal and position. It also keeps an account for each drafter, in plain steps: what it wins goes in, what
-it loses comes out, and no draft may risk more than is left. An empty account fills by one percent of the
+it loses comes out, and no draft may risk more than half of what is left. An empty account fills by one percent of the
 time that passes, so that a wrong estimate costs little, and text that turns predictable is noticed.
 """
 
