@@ -242,7 +242,9 @@ class _Account:
     interval: int = 16
 
     allowance = 2.0  # to start a text with: three percent of 64 tokens
-    stake = 0.5  # of the account: what one draft may lose, so that a first failure leaves room for shorter drafts
+    stake = (
+        0.5  # of the account: what one draft may lose, so that a first failure leaves room for shorter drafts
+    )
     most = 10.0
 
     def book(self, won: float) -> None:
