@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ import onnx
 import pytest
 
 import outrider
-from outrider.errors import CheckpointError, ExportError, OutriderError, TokenizerMismatch, UsageError
+from outrider.errors import (
+    CheckpointError,
+    ExportError,
+    MissingExtraError,
+    OutriderError,
+    TokenizerMismatch,
+    UsageError,
+)
 from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
 from outrider.manifest import MANIFEST_NAME, read_manifest, verify
 from outrider.quantize.quality import evaluation_text
@@ -297,3 +305,15 @@ def test_an_old_bundle_is_put_back_when_the_new_one_cannot_take_its_place(
         bundle._take_place(folder, output)
     assert (output / "word").read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == [".new", "bundle"]
+
+
+@pytest.mark.parametrize("module", ["torch", "onnx", "onnxscript"])
+def test_a_missing_extra_is_named_with_its_pip_install(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(
+        MissingExtraError, match=rf"'{module}' is not installed.*pip install 'outrider\[export\]'"
+    ):
+        export_bundle(ExportOptions(RoleOptions("absent.gguf"), tmp_path / "bundle"))
+    assert list(tmp_path.iterdir()) == []

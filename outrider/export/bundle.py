@@ -14,11 +14,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outrider.errors import ExportError, TokenizerMismatch, UsageError
+from outrider.errors import ExportError, MissingExtraError, TokenizerMismatch, UsageError
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
 from outrider.export.slots import SlotWeights
 from outrider.manifest import (
@@ -108,6 +109,7 @@ class ExportReport:
 
 def export_bundle(options: ExportOptions, progress: Progress | None = None) -> ExportReport:
     """Export a bundle. Raises OutriderError with what to do; on an error the destination stays as it was."""
+    _require_extra()
     roles = {"target": options.target, **({"draft": options.draft} if options.draft else {})}
     recipes = {role: role_options.recipe(role) for role, role_options in roles.items()}
     with ExitStack() as stack:
@@ -146,6 +148,15 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> E
             report.quality = dict(manifest.quality)
             write_manifest(folder, manifest)
     return report
+
+
+def _require_extra() -> None:
+    """Raise MissingExtraError for the first library of the extra that is not installed."""
+    for module in ("torch", "onnx", "onnxscript"):
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise MissingExtraError(module, "export") from error
 
 
 def refuse_mismatch(target: TokenizerFiles, draft: TokenizerFiles) -> None:
