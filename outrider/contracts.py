@@ -6,7 +6,7 @@ n proposed tokens. Everything is batch 1. Nothing here imports more than numpy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -16,14 +16,20 @@ from numpy.typing import NDArray
 from outrider.errors import UsageError
 
 __all__ = [
+    "Clock",
+    "Costs",
     "Drafter",
+    "Energy",
     "Float32Array",
     "Graph",
     "IntArray",
+    "Limits",
     "LogitsRequest",
+    "Objective",
     "Output",
     "Plan",
     "Proposal",
+    "Reading",
     "Sampling",
     "TopK",
     "TopRows",
@@ -32,6 +38,8 @@ __all__ = [
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 Float32Array = NDArray[np.float32]
+Clock = Callable[[], float]
+"""Monotonic seconds: `time.monotonic`, or a virtual clock in simulations and tests."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +215,120 @@ class Plan:
     placement: Mapping[str, str] = field(default_factory=dict)
     pace_s: float = 0.0
     draft_loaded: bool = True
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Joules of a round beside its time: `static_w` is drawn while the device is awake, whatever runs.
+
+    `verify_j` (a verify forward, by width) and `draft_j` (a draft step, by drafter) come on top of it. A
+    round of T seconds thus takes static_w * T + verify_j[k + 1] + k * draft_j.
+    """
+
+    static_w: float
+    verify_j: Mapping[int, float]
+    draft_j: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured seconds: a verify forward by width, a draft step by drafter, the rest of a round.
+
+    `energy` is None where nothing measures it, which is so on most hosts.
+    """
+
+    verify_s: Mapping[int, float]
+    draft_s: Mapping[str, float] = field(default_factory=dict)
+    overhead_s: float = 0.0
+    energy: Energy | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a plan is chosen for.
+
+    `latency`: the most tokens per second; `energy`: the fewest joules per token; `balanced`: the least
+    product of the two, seconds times joules per token. Without measured energy all three mean `latency`.
+    `margin`: speculation must promise to be this much better than plain decoding.
+    """
+
+    kind: Literal["latency", "energy", "balanced"] = "latency"
+    margin: float = 1.02
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown kind, and a margin that would prefer losing."""
+        if self.kind not in ("latency", "energy", "balanced"):
+            raise UsageError(f"objective {self.kind!r} is not known; known: latency, energy, balanced")
+        if not self.margin >= 1.0:
+            raise UsageError(f"margin is {self.margin}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may do. Text decides the first group, heat and power the second.
+
+    `k_max` is the largest k and `widths` are the compiled ones (None: any). A drafter's `catch_up_s` must be
+    spent before its first token, to be earned back within `horizon` tokens; `risk_s` is what it may lose
+    if its whole draft is rejected (absent: anything). `plain_allowed` False asks for the best plan that
+    drafts (a probe).
+
+    `power_w` bounds mean power and `duty` the share of time that may be worked, both by pacing.
+    `reference` holds the costs of the cool state: k is never more than `k_share` (rounded up) of what they
+    would give for latency, so that heat never raises k. `drafters` are those that may be used (None: all).
+    """
+
+    k_max: int
+    widths: tuple[int, ...] | None = None
+    catch_up_s: Mapping[str, float] = field(default_factory=dict)
+    horizon: int = 128
+    risk_s: Mapping[str, float] = field(default_factory=dict)
+    plain_allowed: bool = True
+    power_w: float | None = None
+    duty: float = 1.0
+    reference: Costs | None = None
+    k_share: float = 1.0
+    drafters: frozenset[str] | None = None
+
+
+Quantity = Literal[
+    "power",  # W, what is drawn now; discharging a battery is positive
+    "energy",  # J, a counter that only grows (wraps are undone by the sensor)
+    "temperature",  # °C
+    "headroom",  # 1 = the vendor's threshold of severe throttling, 0 = far below
+    "throttle",  # 0..1, how far the system holds a unit back now; 0 = not at all
+    "clock",  # Hz, what a unit runs at
+    "clock_limit",  # Hz, what it may run at now
+    "clock_max",  # Hz, what it can run at by design
+    "battery",  # %
+    "charging",  # 1 or 0
+    "memory_available",  # MB that can be used without swapping
+    "memory_limit",  # MB that this process may use (cgroup)
+    "memory_used",  # MB that count against the limit
+    "memory_pressure",  # %, time in which all tasks waited for memory, over 10 s
+]
+
+Scope = Literal[
+    "core", "package", "die", "skin", "rail", "module", "soc", "device", "battery", "memory", "process"
+]
+Method = Literal["counter", "integrated", "instant", "estimated", "simulated", "replayed"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One figure that a source gave, or the reason why it gave none; never a made-up zero.
+
+    `source` is stable from run to run ("thermal:cpu-thermal", "rapl:package-0"). `value` is in the unit of
+    `quantity`; None means that `reason` says what happened and what would fix it. `time_s` is monotonic: when
+    the figure was true, not when it was asked for.
+    """
+
+    source: str
+    quantity: Quantity
+    value: float | None
+    scope: Scope
+    method: Method
+    time_s: float
     reason: str = ""
 
 

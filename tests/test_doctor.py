@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import outrider
+from outrider.contracts import Costs
 from outrider.runtime import doctor as module
 from outrider.runtime.doctor import break_even, inspect_machine, measure_costs
 from outrider.runtime.pipeline import Pipeline
-from outrider.runtime.planner import Costs, expected_tokens
+from outrider.runtime.planner import expected_tokens
 from outrider.runtime.rounds import Engine
 from outrider.runtime.text import Tokenizer
 from outrider.targets.fake import FakeDrafter, FakeGraph, random_logits

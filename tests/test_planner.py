@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.contracts import Plan, Proposal
+from outrider.contracts import Costs, Limits, Objective, Plan, Proposal
 from outrider.errors import UsageError
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.planner import (
     Acceptance,
-    Costs,
-    Limits,
-    Objective,
     Observation,
     Planner,
     choose,

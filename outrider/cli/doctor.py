@@ -10,8 +10,8 @@ import click
 from outrider.cli.options import ProgressBar, json_option, loading_options, open_pipeline, print_json
 
 if TYPE_CHECKING:
+    from outrider.contracts import Costs
     from outrider.runtime.doctor import BreakEven, Machine
-    from outrider.runtime.planner import Costs
 
 __all__ = ["command"]
 

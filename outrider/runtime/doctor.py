@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outrider.contracts import Graph, Sampling
-from outrider.runtime.planner import Costs, expected_tokens, verify_time
+from outrider.contracts import Costs, Graph, Sampling
+from outrider.runtime.planner import expected_tokens, verify_time
 
 if TYPE_CHECKING:
     from outrider.runtime.pipeline import Pipeline

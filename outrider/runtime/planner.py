@@ -15,19 +15,16 @@ time that passes, so that a wrong estimate costs little, and text that turns pre
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
-from outrider.contracts import Plan
+from outrider.contracts import Costs, Limits, Objective, Plan
 from outrider.errors import UsageError
 
 __all__ = [
     "Acceptance",
-    "Costs",
-    "Limits",
-    "Objective",
     "Observation",
     "Planner",
     "choose",
@@ -41,49 +38,10 @@ _CATCH_UP_SHARE = 0.2  # a token of a draft's catch-up, as a share of its draft 
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Measured seconds: a verify forward by width, a draft step by drafter, the rest of a round."""
-
-    verify_s: Mapping[int, float]
-    draft_s: Mapping[str, float] = field(default_factory=dict)
-    overhead_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Acceptance:
     """Conditional acceptance by drafter: entry j is P(draft j accepted | those before it were)."""
 
     conditional: Mapping[str, tuple[float, ...]]
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What to maximise. `margin`: speculation must promise this multiple of plain decoding's rate."""
-
-    kind: Literal["throughput"] = "throughput"
-    margin: float = 1.02
-
-    def __post_init__(self) -> None:
-        """Refuse an unknown kind."""
-        if self.kind != "throughput":
-            raise UsageError(f"objective {self.kind!r} is not known; known: throughput")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a plan may do: the largest k, the compiled widths (None: any), drafters that must catch up.
-
-    `catch_up_s` is what a drafter must spend before its first token, to be earned back within `horizon`
-    tokens. `risk_s` is what it may lose if its whole draft is rejected (absent: anything). `plain_allowed`
-    False asks for the best plan that drafts (a probe).
-    """
-
-    k_max: int
-    widths: tuple[int, ...] | None = None
-    catch_up_s: Mapping[str, float] = field(default_factory=dict)
-    horizon: int = 128
-    risk_s: Mapping[str, float] = field(default_factory=dict)
-    plain_allowed: bool = True
 
 
 def expected_tokens(conditional: tuple[float, ...], k: int) -> float:

@@ -1,0 +1,1 @@
+"""Sources of telemetry, one small file each."""

@@ -1,0 +1,34 @@
+"""What the governor looks at: the readings of many sensors, distilled to one figure for each question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["State"]
+
+
+@dataclass(frozen=True)
+class State:
+    """The machine at `time_s` (monotonic). None: unknown, because no sensor says or what it said is stale.
+
+    `die_c` is the hottest plausible silicon, `skin_c` the slowest body that is watched (case, skin or battery).
+    `headroom` is the vendor's: 1 = severe throttling. `throttle` is how far the system holds a unit back now,
+    0..1. `clock_ratio` is the lowest of (clock allowed or running / clock by design) over the units that are
+    known. `power_w` is gross, of `power_scope`, by `power_method`. Memory figures are MB and %. `stale` names
+    quantities that have only old readings.
+    """
+
+    time_s: float
+    die_c: float | None = None
+    skin_c: float | None = None
+    headroom: float | None = None
+    throttle: float | None = None
+    clock_ratio: float | None = None
+    power_w: float | None = None
+    power_scope: str = ""
+    power_method: str = ""
+    battery_percent: float | None = None
+    charging: bool | None = None
+    memory_available_mb: float | None = None
+    memory_pressure_percent: float | None = None
+    stale: tuple[str, ...] = ()
