@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.contracts import Costs, Limits, Objective, Plan, Proposal
+from outrider.contracts import Costs, Energy, Limits, Objective, Plan, Proposal
 from outrider.errors import UsageError
+from outrider.runtime.costs import verify_time
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.planner import (
     Acceptance,
@@ -19,7 +21,6 @@ from outrider.runtime.planner import (
     Planner,
     choose,
     expected_tokens,
-    verify_time,
 )
 from outrider.runtime.rounds import Engine, Request
 from outrider.targets.fake import FakeGraph, VirtualClock
@@ -124,7 +125,7 @@ def test_choosing_needs_a_measurement():
 
 
 def test_an_unknown_objective_is_refused():
-    with pytest.raises(UsageError, match="throughput"):
+    with pytest.raises(UsageError, match="latency, energy, balanced"):
         Objective("joy")
 
 
@@ -340,3 +341,119 @@ def test_limits_can_forbid_plain_decoding_for_a_probe():
     costs = Costs(CPU, {"d": 0.0})
     assert choose(costs, Acceptance({"d": (0.01,)}), SPEED, limits).k == 1
     assert choose(costs, Acceptance({"d": (0.01,)}), SPEED, replace(limits, plain_allowed=True)).k == 0
+
+
+ENERGY = Energy(1.5, {1: 0.32, 2: 0.42, 3: 0.52, 5: 0.72, 8: 1.02}, {"d": 0.05})
+PI = {1: 0.072, 6: 0.072, 9: 0.108}  # the toy of a Raspberry Pi 5: flat until compute binds
+
+
+def brute_force(costs, conditional, limits, kind):
+    """(k, tokens/s, J/token, W) of every k, by the formulas alone."""
+    rows, energy = [], costs.energy
+    for k in range(limits.k_max + 1):
+        work = verify_time(costs.verify_s, k + 1) + k * costs.draft_s["d"]
+        dynamic = verify_time(energy.verify_j, k + 1) + k * energy.draft_j["d"]
+        seconds = work / limits.duty
+        if limits.power_w is not None:
+            seconds = max(seconds, dynamic / (limits.power_w - energy.static_w))
+        tokens, joules = expected_tokens(conditional, k), energy.static_w * seconds + dynamic
+        per = {"latency": seconds / tokens, "energy": joules / tokens}
+        per["balanced"] = per["latency"] * per["energy"]
+        rows.append((per[kind], k, seconds - work, joules / seconds))
+    return rows
+
+
+@given(
+    st.floats(0.05, 0.98),
+    st.sampled_from(["latency", "energy", "balanced"]),
+    st.one_of(st.none(), st.floats(3.0, 8.0)),
+    st.floats(0.3, 1.0),
+)
+@settings(deadline=None)
+def test_choose_is_the_argmax_of_every_objective_under_caps(a, kind, power_w, duty):
+    costs = Costs(PI, {"d": 0.012}, energy=ENERGY)
+    limits = Limits(8, power_w=power_w, duty=duty)
+    plan = choose(costs, Acceptance({"d": (a,)}), Objective(kind), limits)
+    rows = brute_force(costs, (a,), limits, kind)
+    best, chosen = min(rows), rows[plan.k]
+    assert chosen[0] <= best[0] * 1.02 + 1e-12
+    assert plan.pace_s == pytest.approx(chosen[2], abs=1e-9)
+    assert power_w is None or chosen[3] <= power_w + 1e-9
+
+
+def plan_of(kind, a, **limits):
+    costs = Costs(PI, {"d": 0.012}, energy=ENERGY)
+    return choose(costs, Acceptance({"d": (a,)}), Objective(kind), Limits(8, **limits))
+
+
+def test_the_plan_for_energy_drafts_no_more_than_the_plan_for_speed():
+    ks = [(plan_of("energy", a).k, plan_of("latency", a).k) for a in (0.3, 0.5, 0.7, 0.85, 0.95)]
+    assert all(energy <= speed for energy, speed in ks)
+    assert any(energy < speed for energy, speed in ks)
+
+
+def test_a_power_cap_is_held_by_shorter_drafts_and_a_pause():
+    free, capped = plan_of("latency", 0.85), plan_of("latency", 0.85, power_w=4.0)
+    assert 0 < capped.k <= free.k
+    assert capped.pace_s > free.pace_s == 0.0
+
+
+def test_a_cap_below_what_the_device_draws_anyway_is_paced_but_never_for_ever():
+    assert plan_of("latency", 0.85, power_w=1.0).pace_s == pytest.approx(2.0)
+
+
+def test_without_energy_every_objective_is_latency_and_a_power_cap_is_left_to_the_duty():
+    costs, likely = Costs(PI, {"d": 0.012}), Acceptance({"d": (0.85,)})
+    first, *others = [choose(costs, likely, Objective(kind), Limits(8, power_w=3.0)) for kind in KINDS]
+    assert all(plan == first for plan in others)
+    assert first.pace_s == 0.0
+    assert choose(costs, likely, SPEED, Limits(8, duty=0.5)).pace_s > 0.0
+
+
+KINDS = ("latency", "energy", "balanced")
+
+
+@given(st.floats(0.2, 0.98), st.floats(0.5, 4.0), st.sampled_from(KINDS), st.sampled_from([1.0, 0.5]))
+@settings(deadline=None)
+def test_heat_never_raises_k_above_a_share_of_what_the_cool_machine_would_draft(a, slower, kind, share):
+    hot = Costs({w: slower * s if w > 3 else s for w, s in PI.items()}, {"d": 0.002}, energy=ENERGY)
+    cool, likely = Costs(PI, {"d": 0.012}), Acceptance({"d": (a,)})
+    bound = math.ceil(share * choose(cool, likely, SPEED, Limits(8)).k)
+    limits = Limits(8, reference=cool, k_share=share)
+    assert choose(hot, likely, Objective(kind), limits).k <= bound
+
+
+def test_a_drafter_that_is_not_allowed_is_not_chosen():
+    costs = Costs(CPU, {"cheap": 0.0, "sure": 0.002})
+    likely = Acceptance({"cheap": (0.7,), "sure": (0.95,)})
+    assert choose(costs, likely, SPEED, Limits(4, drafters=frozenset({"cheap"}))).drafter == "cheap"
+
+
+class Asked:
+    """A directive: the objective and the limits that a test wants."""
+
+    def __init__(self, kind="latency", **limits):
+        self.objective, self.limits = Objective(kind), limits
+
+    def limit(self, limits):
+        return replace(limits, **self.limits)
+
+
+def test_a_directive_shapes_the_plan_and_its_pauses():
+    planner = Planner({"verify_s": PI, "draft_s": {"d": 0.012}})
+    planner.energy = ENERGY
+    free = planner.plan({"d": "4"}, 8)
+    capped = planner.plan({"d": "4"}, 8, directive=Asked(power_w=4.0))
+    assert 0 < capped.k <= free.k
+    assert capped.pace_s > 0.0
+    assert planner.plan({"d": "32"}, 8, directive=Asked(k_max=1)).k == 1
+    assert planner.plan({"d": "32"}, 8, directive=Asked(drafters=frozenset())).k == 0
+    assert planner.plan({}, 8, directive=Asked(duty=0.5)).pace_s == pytest.approx(PI[1])
+
+
+def test_a_plan_fixed_by_its_user_keeps_its_k_and_is_paced():
+    planner = Planner({"verify_s": PI, "draft_s": {"d": 0.012}})
+    planner.energy = ENERGY
+    plan = planner.paced(Plan("d", 4), Asked(power_w=4.0, k_max=1))
+    assert plan.k == 4
+    assert plan.pace_s > 0.0

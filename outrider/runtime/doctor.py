@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outrider.contracts import Costs, Graph, Sampling
-from outrider.runtime.planner import expected_tokens, verify_time
+from outrider.runtime.costs import verify_time
+from outrider.runtime.planner import expected_tokens
 
 if TYPE_CHECKING:
     from outrider.runtime.pipeline import Pipeline

@@ -1,10 +1,11 @@
 """How far to ride ahead: the one place that chooses drafter and draft length.
 
-`choose` is pure: from measured costs and acceptance it takes the plan with the most expected committed
-tokens per second, k = 0 (plain decoding) among them. With conditional acceptance a_j at draft position j,
-a round of k drafts commits 1 + Σ_{i<=k} Π_{j<=i} a_j tokens (Leviathan et al., arXiv 2211.17192, section
-3.1, without its assumption of one acceptance for all positions) and takes k draft steps and one verify
-forward of width k + 1, whose cost is measured by width and never assumed flat.
+`choose` is pure: from measured costs and acceptance it takes the plan that serves the objective best, k = 0
+(plain decoding) among them. With conditional acceptance a_j at draft position j, a round of k drafts commits
+1 + Σ_{i<=k} Π_{j<=i} a_j tokens (Leviathan et al., arXiv 2211.17192, section 3.1, without its assumption of
+one acceptance for all positions) and takes k draft steps and one verify forward of width k + 1, whose cost is
+measured by width and never assumed flat. Under a cap on power a round is stretched by a pause until its mean
+power fits, so the fastest plan is then the one with the fewest dynamic joules per token.
 
 `Planner` keeps the estimates: costs as moving averages, acceptance as decayed counts by drafter, kind of
 proposal and position. It also keeps an account for each drafter, in plain steps: what it wins goes in, what
@@ -14,27 +15,19 @@ time that passes, so that a wrong estimate costs little, and text that turns pre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import inf
-from typing import Any
+from math import ceil, inf
+from typing import Any, NamedTuple, Protocol
 
-from outrider.contracts import Costs, Limits, Objective, Plan
+from outrider.contracts import Costs, Energy, Limits, Objective, Plan
 from outrider.errors import UsageError
+from outrider.runtime.costs import PRIOR_DRAFT, CostEstimates, by_width
+from outrider.runtime.evidence import PRIOR_ACCEPTANCE, Account, Evidence
 
-__all__ = [
-    "Acceptance",
-    "Observation",
-    "Planner",
-    "choose",
-    "expected_tokens",
-    "verify_time",
-]
+__all__ = ["Acceptance", "Directive", "Observation", "Planner", "choose", "expected_tokens", "pace"]
 
-_PRIOR_SLOPE = 0.25  # a verify token more, as a share of a plain step, until widths are measured
-_PRIOR_DRAFT = 0.25  # a draft step, as a share of a plain step, until it is measured
-_CATCH_UP_SHARE = 0.2  # a token of a draft's catch-up, as a share of its draft step, until measured
+LONGEST_PACE_S = 2.0  # a pause after a round; what would need more cannot be held by pacing
 
 
 @dataclass(frozen=True)
@@ -42,6 +35,16 @@ class Acceptance:
     """Conditional acceptance by drafter: entry j is P(draft j accepted | those before it were)."""
 
     conditional: Mapping[str, tuple[float, ...]]
+
+
+class Directive(Protocol):
+    """What heat and power ask of a plan; `outrider.power.governor` makes them."""
+
+    objective: Objective
+
+    def limit(self, limits: Limits) -> Limits:
+        """Narrow what the text allows to what the machine allows."""
+        ...
 
 
 def expected_tokens(conditional: tuple[float, ...], k: int) -> float:
@@ -53,85 +56,101 @@ def expected_tokens(conditional: tuple[float, ...], k: int) -> float:
     return total
 
 
-def verify_time(verify_s: Mapping[int, float], width: int) -> float:
-    """Seconds of a verify forward, between the measured widths and beyond them; never falls with width."""
-    return _read(_monotone(verify_s), width)
+class _Round(NamedTuple):
+    """What a round of a plan is expected to be; `cost` is what the objective wants least of."""
+
+    cost: float
+    drafter: str | None
+    k: int
+    pace_s: float
 
 
-def _read(curve: list[tuple[int, float]], width: int) -> float:
-    """Interpolate a monotone curve; one point is continued with the prior slope."""
-    if len(curve) == 1:
-        ((known, seconds),) = curve
-        base = seconds / (1.0 + _PRIOR_SLOPE * (known - 1))
-        return base * (1.0 + _PRIOR_SLOPE * (width - 1))
-    if width <= curve[0][0]:
-        return curve[0][1]
-    for (w0, t0), (w1, t1) in pairwise(curve):
-        if width <= w1:
-            return t0 + (t1 - t0) * (width - w0) / (w1 - w0)
-    (w0, t0), (w1, t1) = curve[-2:]
-    slope = max((t1 - t0) / (w1 - w0), (t1 - curve[0][1]) / (w1 - curve[0][0]))
-    return t1 + slope * (width - w1)
+class _Prices:
+    """Seconds and joules of rounds under limits: one verify forward of each width, and its drafts."""
+
+    def __init__(self, costs: Costs, objective: Objective, limits: Limits, k_max: int) -> None:
+        self.costs, self.limits = costs, limits
+        self.kind = objective.kind if costs.energy else "latency"
+        rounds = by_width(costs.verify_s, limits.widths, k_max)
+        self.times = [seconds + costs.overhead_s for seconds in rounds]
+        self.joules = by_width(costs.energy.verify_j, limits.widths, k_max) if costs.energy else None
+
+    def round(self, drafter: str | None, k: int, tokens: float) -> _Round:
+        """A round of k drafts that commits so many tokens, with the pause that keeps it within the limits."""
+        limits, energy = self.limits, self.costs.energy
+        work_s = self.times[k] + (k * self.step_s(drafter) if drafter else 0.0)
+        dynamic_j = self.joules[k] + k * _draft_j(energy, drafter) if energy and self.joules else 0.0
+        round_s = work_s / limits.duty
+        if energy and limits.power_w is not None:
+            spare_w = limits.power_w - energy.static_w
+            round_s = max(round_s, dynamic_j / spare_w if spare_w > 0.0 else inf)
+        round_s = min(round_s, work_s + LONGEST_PACE_S)
+        catch_up_s = limits.catch_up_s.get(drafter, 0.0) / max(limits.horizon, 1) if drafter else 0.0
+        token_s = round_s / tokens + catch_up_s
+        token_j = dynamic_j / tokens + (energy.static_w * token_s if energy else 0.0)
+        cost = {"latency": token_s, "energy": token_j, "balanced": token_s * token_j}[self.kind]
+        return _Round(cost, drafter, k, round_s - work_s)
+
+    def step_s(self, drafter: str) -> float:
+        """Seconds of a draft step."""
+        return self.costs.draft_s.get(drafter, PRIOR_DRAFT * self.times[0])
+
+    def drafted(self, drafter: str, conditional: tuple[float, ...]) -> Iterator[_Round]:
+        """The rounds of every k that a drafter may draft."""
+        most_s = self.times[0] + self.limits.risk_s.get(drafter, inf)
+        step_s, reach, tokens = self.step_s(drafter), 1.0, 1.0
+        for k in range(1, len(self.times)):
+            if k * step_s + self.times[k] > most_s:
+                return
+            reach *= conditional[min(k, len(conditional)) - 1]
+            tokens += reach
+            yield self.round(drafter, k, tokens)
 
 
-def _monotone(measured: Mapping[int, float]) -> list[tuple[int, float]]:
-    """The non-decreasing curve nearest to the measurements (pool adjacent violators)."""
-    pools: list[tuple[list[int], float]] = []
-    for width in sorted(measured):
-        widths, seconds = [width], measured[width]
-        while pools and pools[-1][1] > seconds:
-            earlier, mean = pools.pop()
-            seconds = (mean * len(earlier) + seconds * len(widths)) / (len(earlier) + len(widths))
-            widths = earlier + widths
-        pools.append((widths, seconds))
-    return [(width, seconds) for widths, seconds in pools for width in widths]
+def _draft_j(energy: Energy, drafter: str | None) -> float:
+    return energy.draft_j.get(drafter, 0.0) if drafter else 0.0
 
 
 def choose(costs: Costs, acceptance: Acceptance, objective: Objective, limits: Limits) -> Plan:
-    """The plan with the highest expected rate under `limits`; plain decoding when nothing beats it.
+    """The plan that serves `objective` best under `limits`; plain decoding when nothing beats it.
 
-    Draftable are the drafters of `acceptance`. Raises UsageError without a measured verify time.
+    Draftable are the drafters of `acceptance` that the limits allow. Raises UsageError without a measured
+    verify time.
     """
     if not costs.verify_s:
         raise UsageError("no verify time is measured yet; run a plain round first")
-    curve = _monotone(costs.verify_s)
-    times = [_read(curve, _snap(k + 1, limits.widths)) + costs.overhead_s for k in range(limits.k_max + 1)]
-    rate, drafter, k = max(
-        (
-            _best(name, conditional, times, costs, limits)
-            for name, conditional in acceptance.conditional.items()
-        ),
-        default=(0.0, "", 0),
-    )
-    promise = rate * times[0]
-    if k == 0 or (limits.plain_allowed and promise < objective.margin):
-        return Plan(None, 0, "none", reason=f"drafting promises {promise:.2f} x plain")
-    return Plan(drafter, k, reason=f"{promise:.2f} x plain expected")
+    prices = _Prices(costs, objective, limits, _longest(acceptance, limits))
+    plain = prices.round(None, 0, 1.0)
+    allowed = acceptance.conditional.items()
+    rounds = [
+        drafted
+        for name, conditional in allowed
+        if limits.drafters is None or name in limits.drafters
+        for drafted in prices.drafted(name, conditional)
+    ]
+    best = min(rounds, default=None)
+    promise = plain.cost / best.cost if best else 0.0
+    if best is None or (limits.plain_allowed and promise < objective.margin):
+        reason = f"drafting promises {promise:.2f} x plain"
+        return Plan(None, 0, "none", pace_s=plain.pace_s, reason=reason)
+    return Plan(best.drafter, best.k, pace_s=best.pace_s, reason=f"{promise:.2f} x plain expected")
 
 
-def _best(
-    drafter: str, conditional: tuple[float, ...], times: list[float], costs: Costs, limits: Limits
-) -> tuple[float, str, int]:
-    """The best rate of one drafter, and its k; `times[k]` is a round without its draft. (0, name, 0): none."""
-    step_s = costs.draft_s.get(drafter, _PRIOR_DRAFT * times[0])
-    catch_up_s = limits.catch_up_s.get(drafter, 0.0) / max(limits.horizon, 1)  # a token
-    most_s = times[0] + limits.risk_s.get(drafter, inf)
-    best, best_k, reach, tokens = 0.0, 0, 1.0, 1.0
-    for k in range(1, len(times)):
-        round_s = k * step_s + times[k]
-        if round_s > most_s:
-            break
-        reach *= conditional[min(k, len(conditional)) - 1]
-        tokens += reach
-        rate = tokens / (round_s + tokens * catch_up_s)
-        if rate > best:
-            best, best_k = rate, k
-    return best, drafter, best_k
+def _longest(acceptance: Acceptance, limits: Limits) -> int:
+    """The largest k: what the cool machine would draft for speed, or a share of it, bounds a hot one."""
+    if limits.reference is None:
+        return limits.k_max
+    cool = replace(limits, reference=None, power_w=None, duty=1.0)
+    k = choose(limits.reference, acceptance, Objective(), cool).k
+    return min(limits.k_max, ceil(limits.k_share * k))
 
 
-def _snap(width: int, widths: tuple[int, ...] | None) -> int:
-    """The compiled width that a forward of `width` tokens runs at."""
-    return width if widths is None else min((w for w in widths if w >= width), default=width)
+def pace(plan: Plan, costs: Costs, limits: Limits) -> Plan:
+    """The same plan with the pause that keeps it within the limits on power and work."""
+    if not costs.verify_s or (limits.power_w is None and limits.duty >= 1.0):
+        return plan
+    prices = _Prices(costs, Objective(), limits, plan.k)
+    return replace(plan, pace_s=prices.round(plan.drafter, plan.k, 1.0).pace_s)
 
 
 @dataclass(frozen=True)
@@ -156,104 +175,34 @@ class Observation:
     cut: bool = False
 
 
-_PRIOR_ACCEPTANCE = {"": 0.7, "1": 0.25, "2": 0.45, "3": 0.55, "4": 0.65, "8": 0.8, "16": 0.9, "32": 0.95}
-
-
-class _Evidence:
-    """Decayed counts of accepted and evaluated drafts by position, for one kind of proposal."""
-
-    decay = 0.95
-    weight = 3.0  # of the prior, in drafts
-
-    def __init__(self, prior: float) -> None:
-        self.prior = prior
-        self.trials: list[float] = []
-        self.hits: list[float] = []
-
-    def conditional(self) -> tuple[float, ...]:
-        """Acceptance by position; each position's prior is the estimate of the one before."""
-        estimate, out = self.prior, []
-        for hits, trials in zip(self.hits, self.trials, strict=True):
-            estimate = (hits + self.weight * estimate) / (trials + self.weight)
-            out.append(estimate)
-        return (*out, estimate)
-
-    def add(self, evaluated: int, accepted: int) -> None:
-        missing = evaluated - len(self.trials)
-        self.trials.extend([0.0] * missing)
-        self.hits.extend([0.0] * missing)
-        for position in range(evaluated):
-            self.trials[position] = self.trials[position] * self.decay + 1.0
-            self.hits[position] = self.hits[position] * self.decay + (position < accepted)
-
-    def fade(self, share: float) -> None:
-        self.trials = [count * share for count in self.trials]
-        self.hits = [count * share for count in self.hits]
-
-
-@dataclass
-class _Account:
-    """What a drafter may still lose, in plain steps, and when it may be probed again."""
-
-    steps: float = 2.0
-    idle_rounds: int = 0
-    interval: int = 16
-
-    allowance = 2.0  # to start a text with: three percent of 64 tokens
-    stake = (
-        0.5  # of the account: what one draft may lose, so that a first failure leaves room for shorter drafts
-    )
-    most = 10.0
-
-    def book(self, won: float) -> None:
-        """Add what a round won (or lost) against plain steps."""
-        self.steps = min(self.steps + won, self.most)
-
-    def heal(self, share: float) -> None:
-        """Let a little of the time that passes refill an account that is low."""
-        self.steps = max(self.steps, min(self.steps + share, self.allowance))
-
-
 class Planner:
     """Chooses a plan for every round from what the rounds so far have shown.
 
     `costs` is what `to_dict` returned earlier (a bundle may carry it); without it the first rounds run
-    plain to measure. `k_max` bounds the draft length.
+    plain to measure. `k_max` bounds the draft length. `energy` may be set to what rounds cost in joules.
     """
 
     loss_share = 0.01  # of all time: what a drafter may lose in the long run
-    _alpha = 0.2
-    _coupling = 0.7  # how far widths that were not run follow one that was
 
     def __init__(
         self, costs: Mapping[str, Any] | None = None, objective: Objective | None = None, k_max: int = 15
     ) -> None:
-        stored = costs or {}
         self.objective = objective or Objective()
         self.k_max = k_max
-        self._verify_s = {int(width): float(s) for width, s in stored.get("verify_s", {}).items()}
-        self._draft_s = {str(name): float(s) for name, s in stored.get("draft_s", {}).items()}
-        self._catch_up_s = {str(name): float(s) for name, s in stored.get("catch_up_s", {}).items()}
-        self._overhead_s = float(stored.get("overhead_s", 0.0))
-        self._measured_at: dict[int, int] = {}
-        self._evidence: dict[tuple[str, str], _Evidence] = {}
-        self._accounts: dict[str, _Account] = {}
-        self._rounds = 0
+        self.energy: Energy | None = None
+        self._estimates = CostEstimates(costs or {})
+        self._evidence: dict[tuple[str, str], Evidence] = {}
+        self._accounts: dict[str, Account] = {}
         self._widths: tuple[int, ...] | None = None
 
     @property
     def costs(self) -> Costs:
         """The current estimates."""
-        return Costs(dict(self._verify_s), dict(self._draft_s), self._overhead_s)
+        return self._estimates.costs(self.energy)
 
     def to_dict(self) -> dict[str, Any]:
         """The measured costs, to start from next time (json-ready)."""
-        return {
-            "verify_s": {str(width): s for width, s in sorted(self._verify_s.items())},
-            "draft_s": dict(self._draft_s),
-            "catch_up_s": dict(self._catch_up_s),
-            "overhead_s": self._overhead_s,
-        }
+        return self._estimates.to_dict()
 
     def acceptance(self, kinds: Mapping[str, str]) -> Acceptance:
         """Estimates for drafters whose next proposals are of these kinds (`""` when unknown)."""
@@ -277,46 +226,57 @@ class Planner:
         k_max: int,
         backlogs: Mapping[str, int] | None = None,
         horizon: int = 128,
+        directive: Directive | None = None,
     ) -> Plan:
         """The plan of the next round.
 
         `kinds` holds the drafters that can propose, with the kind of proposal; `backlogs` the tokens that
-        each must run first; `horizon` how many tokens may still come.
+        each must run first; `horizon` how many tokens may still come; `directive` what heat and power ask.
         """
-        k_max = min(k_max, self.k_max)
-        if k_max < 1 or not kinds:
-            return Plan(None, 0, "none", reason="no room" if k_max < 1 else "miss")
-        if not self._verify_s:
-            return Plan(None, 0, "none", reason="measuring a plain step")
-        untried = next((name for name in kinds if name not in self._draft_s), None)
-        if untried is not None:
-            return Plan(untried, 1, reason="measuring the drafter")
-        plain_s = self._plain_s()
-        risk_s = {name: _Account.stake * self._account(name).steps * plain_s for name in kinds}
-        catch_up_s = {name: n * self._catch_up_token_s(name) for name, n in (backlogs or {}).items() if n > 1}
-        limits = Limits(k_max, self._widths, catch_up_s, min(horizon, 128), risk_s)
-        plan = choose(self.costs, self.acceptance(kinds), self.objective, limits)
-        return plan if plan.k else self._probe(plan, kinds, limits)
+        limits = Limits(min(k_max, self.k_max), self._widths, horizon=min(horizon, 128))
+        if directive is not None:
+            limits = directive.limit(limits)
+        if limits.drafters is not None:
+            kinds = {name: kind for name, kind in kinds.items() if name in limits.drafters}
+        plan = self._first(kinds, limits.k_max)
+        if plan is not None:
+            return pace(plan, self.costs, limits)
+        limits = replace(limits, risk_s=self._risks(kinds), catch_up_s=self._catch_ups(backlogs or {}))
+        objective = directive.objective if directive is not None else self.objective
+        plan = choose(self.costs, self.acceptance(kinds), objective, limits)
+        return plan if plan.k else self._probe(plan, kinds, objective, limits)
+
+    def paced(self, plan: Plan, directive: Directive) -> Plan:
+        """A plan that was fixed by its user, with the pause that the directive asks for."""
+        return pace(plan, self.costs, directive.limit(Limits(plan.k, self._widths)))
 
     def observe(self, seen: Observation) -> None:
         """Learn from a round of the last plan."""
-        self._rounds += 1
-        self._learn_verify(seen.width, seen.verify_s)
-        self._overhead_s = self._ema(self._overhead_s, seen.round_s - seen.draft_s - seen.verify_s)
-        name, plain_s = seen.plan.drafter, self._plain_s()
+        estimates = self._estimates
+        estimates.learn_verify(seen.width, seen.verify_s, seen.round_s - seen.draft_s - seen.verify_s)
+        name, plain_s = seen.plan.drafter, estimates.plain_s(self._widths)
         for other, account in self._accounts.items():
             account.idle_rounds += other != name
             account.heal(self.loss_share * seen.round_s / plain_s)
         if name is None:
             return
-        catch_up_s = self._learn_draft(name, seen)
+        catch_up_s = estimates.learn_draft(name, seen.drafted, seen.draft_s, seen.backlog)
         account = self._account(name)
         account.idle_rounds = 0
         account.book(seen.tokens - (seen.round_s - catch_up_s) / plain_s)
         if seen.evaluated and not seen.cut:
             self._of(name, seen.kind).add(seen.evaluated, seen.accepted)
 
-    def _probe(self, plain: Plan, kinds: Mapping[str, str], limits: Limits) -> Plan:
+    def _first(self, kinds: Mapping[str, str], k_max: int) -> Plan | None:
+        """The plan where there is no choice, or nothing measured to choose by."""
+        if k_max < 1 or not kinds:
+            return Plan(None, 0, "none", reason="no room" if k_max < 1 else "miss")
+        if not self._estimates.verify_s:
+            return Plan(None, 0, "none", reason="measuring a plain step")
+        untried = next((name for name in kinds if name not in self._estimates.draft_s), None)
+        return Plan(untried, 1, reason="measuring the drafter") if untried is not None else None
+
+    def _probe(self, plain: Plan, kinds: Mapping[str, str], objective: Objective, limits: Limits) -> Plan:
         """Now and then, one drafted token where drafting does not promise to pay, if the account allows."""
         due = {
             name: kind
@@ -324,56 +284,29 @@ class Planner:
             if self._account(name).idle_rounds >= self._account(name).interval
             and limits.catch_up_s.get(name, 0.0) < limits.risk_s[name]
         }
-        forced = replace(limits, k_max=1, plain_allowed=False)
-        probe = choose(self.costs, self.acceptance(due), self.objective, forced)
+        forced = replace(limits, k_max=1, plain_allowed=False, reference=None)
+        probe = choose(self.costs, self.acceptance(due), objective, forced)
         if probe.drafter is None:
             return plain
         account = self._account(probe.drafter)
         account.interval = min(256, 2 * account.interval)
         return replace(probe, reason="probe")
 
-    def _plain_s(self) -> float:
-        return verify_time(self._verify_s, _snap(1, self._widths)) + self._overhead_s
+    def _risks(self, kinds: Mapping[str, str]) -> dict[str, float]:
+        """Seconds that one draft of each drafter may lose."""
+        plain_s = self._estimates.plain_s(self._widths)
+        return {name: Account.stake * self._account(name).steps * plain_s for name in kinds}
 
-    def _account(self, name: str) -> _Account:
-        return self._accounts.setdefault(name, _Account())
+    def _catch_ups(self, backlogs: Mapping[str, int]) -> dict[str, float]:
+        plain_s = self._estimates.plain_s(self._widths)
+        token_s = self._estimates.catch_up_token_s
+        return {name: n * token_s(name, plain_s) for name, n in backlogs.items() if n > 1}
 
-    def _of(self, name: str, kind: str) -> _Evidence:
+    def _account(self, name: str) -> Account:
+        return self._accounts.setdefault(name, Account())
+
+    def _of(self, name: str, kind: str) -> Evidence:
         key = (name, kind)
         if key not in self._evidence:
-            self._evidence[key] = _Evidence(_PRIOR_ACCEPTANCE.get(kind, 0.5))
+            self._evidence[key] = Evidence(PRIOR_ACCEPTANCE.get(kind, 0.5))
         return self._evidence[key]
-
-    def _catch_up_token_s(self, name: str) -> float:
-        step_s = self._draft_s.get(name, _PRIOR_DRAFT * self._plain_s())
-        return self._catch_up_s.get(name, _CATCH_UP_SHARE * step_s)
-
-    def _learn_verify(self, width: int, seconds: float) -> None:
-        """Move the estimate of a width, and the others with it, the more the longer they were not run.
-
-        So heat, a longer context or a busy machine, seen at one width, reach them all.
-        """
-        known = self._verify_s.setdefault(width, seconds)
-        self._measured_at[width] = self._rounds
-        step = self._alpha * (min(max(seconds / known, 0.5), 2.0) - 1.0)
-        for other in self._verify_s:
-            age = self._rounds - self._measured_at.get(other, 0)
-            share = 1.0 if other == width else self._coupling * age / (age + 2)
-            self._verify_s[other] *= 1.0 + share * step
-
-    def _learn_draft(self, name: str, seen: Observation) -> float:
-        """Learn the draft step, or the catch-up of a drafter that was far behind; returns its seconds."""
-        steps = max(seen.drafted, 1)
-        if seen.backlog <= 8:
-            self._draft_s[name] = self._ema(self._draft_s.get(name, 0.0), seen.draft_s / steps)
-            return 0.0
-        catch_up_s = max(0.0, seen.draft_s - steps * self._draft_s.get(name, 0.0))
-        self._catch_up_s[name] = self._ema(self._catch_up_s.get(name, 0.0), catch_up_s / seen.backlog)
-        return catch_up_s
-
-    def _ema(self, known: float, seconds: float) -> float:
-        """Moving average that a single outlier moves little; the first value is taken as it is."""
-        seconds = max(seconds, 0.0)
-        if known <= 0.0:
-            return seconds
-        return known + self._alpha * (min(max(seconds, 0.5 * known), 2.0 * known) - known)
