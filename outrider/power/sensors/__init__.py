@@ -1,1 +1,38 @@
 """Sources of telemetry, one small file each."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from outrider.power.sensors.rapl import Rapl
+from outrider.power.sensors.system import Sensor, System
+
+__all__ = ["SOURCES", "discover"]
+
+_log = logging.getLogger(__name__)
+
+
+class _Source(Protocol):
+    def find(self, system: System) -> list[Sensor]: ...
+
+
+SOURCES: tuple[_Source, ...] = (Rapl,)
+"""Every kind of source; `find` gives the sensors of one that this machine has, readable or not."""
+
+
+def discover(system: System | None = None) -> list[Sensor]:
+    """Every source of telemetry that exists on a machine (default: this one).
+
+    A source that exists but cannot be read is among them: its readings hold the reason. At most one power reading
+    of a sensor has scope `device`, `module` or `soc`: the figure for the machine. What has scope `package`,
+    `core`, `memory` or `rail` is a part of it, never to be added up. Raises nothing.
+    """
+    system = system or System()
+    found: list[Sensor] = []
+    for source in SOURCES:
+        try:
+            found += source.find(system)
+        except (OSError, ValueError) as error:
+            _log.warning("looking for %s failed: %s", source, error)
+    return found

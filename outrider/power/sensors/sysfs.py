@@ -1,0 +1,123 @@
+"""Small files of the kernel, read so that every failure becomes a reason instead of a figure."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from outrider.contracts import Method, Quantity, Reading, Scope
+from outrider.power.sensors.system import System
+
+__all__ = ["Figure", "is_linux", "labels", "list_folder", "load", "measure", "read_number", "read_text"]
+
+Figure = tuple[float | None, str]
+"""A value and "", or None and the reason."""
+
+_FIXES = {
+    errno.ENOENT: "is gone: its driver was unloaded or the device was unplugged",
+    errno.ENODEV: "is gone: its driver was unloaded or the device was unplugged",
+    errno.EAGAIN: "has nothing to say now: the unit that it watches is powered down",
+    errno.ENODATA: "has no data now: the unit that it watches is powered down or not connected",
+    errno.EIO: "cannot be read: the bus did not answer (a channel that is not connected, or one asleep)",
+    errno.EOPNOTSUPP: "is switched off in this kernel",
+}
+
+
+def is_linux(system: System) -> bool:
+    """Whether the machine has `/sys` and `/proc` as Linux has them (Android too)."""
+    return system.platform in ("linux", "android")
+
+
+def load(path: Path) -> bytes:
+    """Everything in a small file. Raises OSError, for EAGAIN too, which Python's files turn into None."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        parts = []
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
+
+
+def read_text(path: Path) -> str | None:
+    """The text of a file without its last newline or NUL; None when it cannot be read."""
+    try:
+        return load(path).decode("utf-8", "replace").strip().strip("\0").strip()
+    except OSError:
+        return None
+
+
+def read_number(system: System, path: Path, scale: float = 1.0, fix: str = "") -> Figure:
+    """The number in a file times `scale`. `fix` says what to do when permission is missing."""
+    try:
+        text = load(path).decode("utf-8", "replace").strip()
+    except OSError as error:
+        return None, _explain(system, path, error, fix)
+    try:
+        value = float(text)
+    except ValueError:
+        return None, f"{shown(system, path)} holds {text[:40]!r}, which is no number"
+    if not math.isfinite(value):
+        return None, f"{shown(system, path)} holds {text[:40]!r}"
+    return value * scale, ""
+
+
+def measure(
+    system: System,
+    path: Path,
+    scale: float,
+    source: str,
+    quantity: Quantity,
+    scope: Scope,
+    method: Method = "instant",
+) -> Reading:
+    """A reading of one file that holds one number."""
+    value, reason = read_number(system, path, scale)
+    return Reading(source, quantity, value, scope, method, system.clock(), reason)
+
+
+def shown(system: System, path: Path) -> str:
+    """A path as the machine itself calls it, whatever stands for its root."""
+    try:
+        return f"/{path.relative_to(system.root)}"
+    except ValueError:
+        return str(path)
+
+
+def _explain(system: System, path: Path, error: OSError, fix: str) -> str:
+    name = shown(system, path)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"{name}: permission denied; {fix or f'allow it with: sudo chmod a+r {name}'}"
+    return f"{name} {_FIXES.get(error.errno or 0, f'cannot be read: {error.strerror}')}"
+
+
+def list_folder(folder: Path, pattern: str = "*") -> list[Path]:
+    """What matches a glob pattern, zone2 before zone10; nothing when the folder cannot be listed."""
+    try:
+        found = list(folder.glob(pattern))
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: _natural(str(path)))
+
+
+def _natural(text: str) -> list[tuple[int, int, str]]:
+    return [
+        (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"([0-9]+)", text) if part
+    ]
+
+
+def labels(names: Iterable[str], tie_breaker: Callable[[int], str] | None = None) -> Sequence[str]:
+    """The names made unique: those that occur more than once get `@` and a tie breaker, or their rank."""
+    names = list(names)
+    seen: dict[str, int] = {}
+    result = []
+    for index, name in enumerate(names):
+        rank = seen[name] = seen.get(name, -1) + 1
+        unique = names.count(name) == 1
+        result.append(name if unique else f"{name}@{tie_breaker(index) if tie_breaker else rank}")
+    return result
