@@ -1,0 +1,72 @@
+"""A recorded trace, played back by its own relative time on any clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from outrider.contracts import Clock, Method, Reading
+from outrider.power.telemetry import Batch, Telemetry
+
+__all__ = ["Replay"]
+
+_BACK_S = 30.0  # a line this much older than the one before it comes from another run; less: a slow sensor
+_STAYS: tuple[Method, ...] = ("estimated", "simulated")  # a weak claim is not made stronger by recording it
+
+
+class Replay:
+    """A sensor that gives a trace's readings when their time has come.
+
+    The first reading of the trace is due at `start_s` (default: when `read` is first called). What was
+    measured is labelled `replayed`; estimated and simulated figures stay what they were. A trace whose time
+    goes back by more than half a minute (another boot) goes on from where it was. `done` is True after the last line;
+    `periods` are those that the trace tells, by source.
+    """
+
+    name = "replay"
+
+    def __init__(self, trace: Telemetry, clock: Clock, start_s: float | None = None) -> None:
+        interval = trace.header.get("interval_s", 0.1)
+        self.period_s = float(interval) if isinstance(interval, int | float) and interval > 0 else 0.1
+        self.periods: dict[str, float] = {}
+        self.done = False
+        self._clock = clock
+        self._batches: Iterator[Batch] = trace.batches()
+        self._ahead: Batch | None = None  # read from the trace, not due yet
+        self._due_s: float | None = None  # when it is due: trace time + offset
+        self._offset_s = 0.0  # brings the trace's first reading to 0
+        self._start_s = start_s
+        self._take()
+
+    def read(self) -> list[Reading]:
+        """The readings that came due since the last call, oldest first; TelemetryError at a damaged line."""
+        now_s = self._clock()
+        if self._start_s is None:
+            self._start_s = now_s
+        readings: list[Reading] = []
+        while self._ahead is not None and self._due_s is not None:
+            if self._start_s + self._due_s > now_s + 1e-9:
+                break
+            self.periods.update(self._ahead.periods)
+            readings += [self._shifted(reading, self._start_s) for reading in self._ahead.readings]
+            self._take()
+        return readings
+
+    def _take(self) -> None:
+        """Look at the next line. It is due when it was complete, at its newest reading, and in its turn."""
+        self._ahead = None
+        self._ahead = next((batch for batch in self._batches if batch.readings), None)
+        if self._ahead is None:
+            self.done = True
+            return
+        times = [reading.time_s for reading in self._ahead.readings]
+        if self._due_s is None:
+            self._offset_s = -times[0]
+            self._due_s = max(times) + self._offset_s
+        elif max(times) + self._offset_s < self._due_s - _BACK_S:
+            self._offset_s = self._due_s - max(times)
+        self._due_s = max(self._due_s, max(times) + self._offset_s)
+
+    def _shifted(self, reading: Reading, start_s: float) -> Reading:
+        method: Method = reading.method if reading.method in _STAYS else "replayed"
+        return replace(reading, method=method, time_s=reading.time_s + self._offset_s + start_s)
