@@ -10,7 +10,7 @@ import pytest
 from outrider.contracts import Sampling
 from outrider.errors import UsageError
 from outrider.runtime.rounds import Engine, Request
-from outrider.runtime.trace import TraceError, TraceWriter, acceptance_record, read_trace, replay
+from outrider.runtime.trace import TraceError, TraceWriter, replay
 from outrider.targets.fake import FakeDrafter, FakeGraph, blend_logits, random_logits
 
 VOCAB = 9
@@ -116,19 +116,3 @@ def test_a_damaged_or_foreign_trace_is_refused_with_the_reason(lines, words):
 def test_an_unknown_kind_is_refused_and_lists_the_known():
     with pytest.raises(UsageError, match="telemetry, decode, acceptance"):
         TraceWriter(io.StringIO(), "dream")
-
-
-def test_an_acceptance_trace_tells_evaluated_from_drafted():
-    stream = io.StringIO()
-    writer = TraceWriter(stream, "acceptance", category="coding")
-    engine = Engine(FakeGraph(VOCAB, logits=LOGITS), {"draft": FakeDrafter(DRAFT)})
-    position = 2
-    for part in engine.decode([1, 2], Request(max_new_tokens=20, k=3)):
-        writer.write(acceptance_record(part, position))
-        position += len(part.tokens)
-    header, records = read_trace(stream.getvalue().splitlines())
-    rows = list(records)
-    assert header["category"] == "coding"
-    assert rows[-1]["cut"]
-    assert all(row["accepted"] <= row["evaluated"] <= row["drafted"] <= 3 for row in rows)
-    assert any(row["evaluated"] < row["drafted"] for row in rows)

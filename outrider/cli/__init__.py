@@ -18,6 +18,7 @@ COMMANDS = {
     "check": "Prove a bundle: hashes, tokenizers, logits, row independence, text.",
     "generate": "Complete a prompt with a bundle.",
     "chat": "Talk to a bundle.",
+    "acceptance": "Record what a bundle's drafters get right, to simulate plans from.",
     "bench": "Measure a bundle: prefill, plain and speculative decoding, side by side.",
     "doctor": "What this machine has, and whether speculation pays here for a bundle.",
     "demo": "Fetch, export, check and decode a real model, with and without a draft.",

@@ -8,9 +8,7 @@ parents, rule, `vocab_ids` and `q` as lists or null), `rows`, `tokens`, `path`, 
 for each decision in order: `row`, `top` (ids, values and logsumexp of the processed logits), `uniform` or
 null, `chances` (ids and probs of what was drawn from; null when greedy or above 4096 ids), `token`, `node`.
 
-`acceptance` round: `position`, `drafter` (null: plain), `k`, `drafted`, `evaluated`, `accepted` (counts of a
-chain: draft j was evaluated if j < evaluated and accepted if j < accepted), `cut`; the header may name a
-`category`.
+`acceptance` records come from `outrider.runtime.acceptance`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -30,10 +28,7 @@ from outrider.runtime.sampling import Distribution, draw, largest
 from outrider.runtime.uniforms import Uniforms
 from outrider.runtime.verify import Decision, Step, match_child, reject_child, walk
 
-__all__ = ["Replay", "TraceError", "TraceWriter", "acceptance_record", "read_trace", "replay"]
-
-if TYPE_CHECKING:
-    from outrider.runtime.rounds import Round
+__all__ = ["Replay", "TraceError", "TraceWriter", "read_trace", "replay"]
 
 SCHEMA_VERSION = 1
 _KINDS = ("telemetry", "decode", "acceptance")
@@ -90,19 +85,6 @@ class TraceWriter:
                 "cut": decision.cut,
             }
         )
-
-
-def acceptance_record(result: Round, position: int) -> dict[str, Any]:
-    """One round of an `acceptance` trace, for `TraceWriter.write`; `position` is that of its first token."""
-    return {
-        "position": position,
-        "drafter": result.plan.drafter,
-        "k": result.plan.k,
-        "drafted": result.drafted,
-        "evaluated": result.evaluated,
-        "accepted": result.accepted,
-        "cut": result.finish_reason is not None,
-    }
 
 
 def _row_record(judged: Judged) -> dict[str, Any]:

@@ -1,0 +1,43 @@
+"""`outrider acceptance`: record what a bundle's drafters get right, to simulate any plan from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from outrider.cli.options import ProgressBar, bundle_argument, loading_options, open_pipeline
+
+__all__ = ["command"]
+
+
+@click.command(name="acceptance")
+@bundle_argument
+@click.option("--out", "-o", type=click.Path(path_type=Path), required=True, help="The trace to write.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines with 'turns' or 'prompt'.")
+@click.option("--per-category", type=click.IntRange(min=1), help="Only the first prompts of each category.")
+@click.option("--max-tokens", "-n", type=click.IntRange(min=2), default=128, show_default=True)
+@loading_options
+def command(bundle: Path, out: Path, max_tokens: int, **options: Any) -> None:
+    """Record an acceptance trace of BUNDLE: what each drafter gets right at every position of real answers.
+
+    `outrider simulate` and `outrider profile --device` take it in place of the bundle.
+    """
+    from outrider.runtime.acceptance import record_acceptance
+    from outrider.runtime.bench import default_prompts, load_prompts
+    from outrider.runtime.trace import TraceWriter
+
+    file, limit = options.pop("prompts"), options.pop("per_category")
+    prompts = load_prompts(file, limit) if file else default_prompts()
+    bar = ProgressBar()
+    with open_pipeline(bundle, options) as pipeline:
+        manifest = pipeline.manifest
+        models = {source.role: source.model for source in manifest.sources} if manifest else {}
+        with TraceWriter(out, "acceptance", models=models, max_tokens=max_tokens) as trace:
+            for record in record_acceptance(
+                pipeline, prompts, max_tokens, lambda done, total: bar("recording", done / total)
+            ):
+                trace.write(record)
+        bar.close()
+    click.echo(f"{out}: {len(prompts)} answers, drafters {', '.join(pipeline.drafters)}")
