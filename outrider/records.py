@@ -70,7 +70,7 @@ def _decode_optional(kind: Any, value: Any, where: str, error: type[Exception]) 
 def _expect(kind: type, value: Any, where: str, error: type[Exception]) -> None:
     right = isinstance(value, (int, float) if kind is float else kind)
     if not right or (isinstance(value, bool) and kind is not bool):
-        raise error(f"{where} is {value!r:.80}; expected {_NAMES[kind]}")
+        raise error(f"{where} is {value!r:.80}; expected {_NAMES.get(kind, f'a {kind.__name__.lower()}')}")
 
 
 _NAMES = {

