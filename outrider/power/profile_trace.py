@@ -1,0 +1,315 @@
+"""The raw trace of `outrider profile`: JSON lines of samples, rounds and runs; see docs/formats.md.
+
+Times are seconds since the profile began, on the clock of the device (virtual where it is simulated).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from outrider.contracts import as_json
+from outrider.errors import OutriderError, UsageError
+from outrider.records import decode
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "End",
+    "Header",
+    "ProfileError",
+    "ProfileTrace",
+    "ProfileWriter",
+    "RoundLine",
+    "Run",
+    "RunEnergy",
+    "Sample",
+    "Settings",
+    "read_profile",
+]
+
+SCHEMA_VERSION = 1
+KIND = "profile"
+
+_log = logging.getLogger(__name__)
+
+
+class ProfileError(OutriderError):
+    """A profile's trace or summary is unreadable, of another version, or cannot be written."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the profile was asked for."""
+
+    run_s: float  # decoding time of one run
+    repeats: int
+    seed: int = 0
+    power_cap_w: float | None = None
+    temp_limit_c: float | None = None
+    cells: tuple[str, ...] = ()  # labels, in the order asked for
+    warm_up_s: float = 0.0
+    cool_down_s: float = 0.0  # the longest wait of a cool-down gate
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first line. `provenance` says on what, with what; `simulated` names the device model, if any."""
+
+    settings: Settings
+    tool_version: str
+    provenance: Mapping[str, str]
+    simulated: bool
+    schema_version: int = SCHEMA_VERSION
+    kind: str = KIND
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The machine at one moment; None: not known then."""
+
+    time_s: float
+    power_w: float | None = None
+    die_c: float | None = None
+    skin_c: float | None = None
+    clock_ratio: float | None = None
+    throttle: float | None = None
+    battery_percent: float | None = None
+
+    @property
+    def hottest_c(self) -> float | None:
+        """The hottest place that is known."""
+        return max((c for c in (self.die_c, self.skin_c) if c is not None), default=None)
+
+
+@dataclass(frozen=True)
+class RoundLine:
+    """One round that ended at `time_s`. `seconds` is its work, `pause_s` the pacing that followed it."""
+
+    run: int
+    time_s: float
+    seconds: float
+    drafter: str | None
+    k: int
+    drafted: int
+    evaluated: int
+    accepted: int
+    tokens: int
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunEnergy:
+    """Joules of a run. `net_j` is over the idle machine and may be negative; `stages` never exceed the whole.
+
+    Stages: prefill, draft, verify, wasted_draft (drafted in vain, a part of draft), other.
+    """
+
+    gross_j: float
+    scope: str
+    method: str
+    net_j: float | None = None
+    stages: Mapping[str, float] = field(default_factory=dict)
+    samples_expected: int | None = None
+    samples_got: int | None = None
+    largest_gap_s: float | None = None
+    period_s: float | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a cell: decoding text after text for a while.
+
+    `tokens` were committed after the first round of their text, in `decode_s` seconds, pauses included; the
+    time before is `prefill_s`, for `prompt_tokens`. `cooled` False: the gate before it timed out.
+    """
+
+    run: int
+    drafter: str | None
+    k: str
+    objective: str | None
+    repeat: int
+    begin_s: float
+    end_s: float
+    tokens: int
+    decode_s: float
+    prompt_tokens: int
+    prefill_s: float
+    rounds: int
+    drafted: int
+    evaluated: int
+    accepted: int
+    texts: int
+    warm_up: bool = False
+    whole: bool = True  # False: interrupted
+    cooled: bool | None = None
+    start_c: float | None = None
+    energy: RunEnergy | None = None
+
+    @property
+    def label(self) -> str:
+        """The name of the cell."""
+        if self.drafter is None and self.k == "0":
+            return "plain"
+        name = f"{self.drafter or 'any'} k={self.k}"
+        return name if self.objective is None else f"{name} {self.objective}"
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Decode rate, pauses included; None where too little was decoded to tell."""
+        return self.tokens / self.decode_s if self.tokens and self.decode_s > 0 else None
+
+
+@dataclass(frozen=True)
+class End:
+    """The last line: why the profile ended, and what belongs to the whole of it."""
+
+    complete: bool
+    reason: str = ""
+    idle_before_w: float | None = None
+    idle_after_w: float | None = None
+    sampler_share: float | None = None  # of one core
+    no_meter: str = ""  # why power is not measured
+    notes: tuple[str, ...] = ()
+
+
+_KINDS: dict[str, Any] = {"sample": Sample, "round": RoundLine, "run": Run, "end": End}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+Line = Sample | RoundLine | Run | End
+
+
+@dataclass(frozen=True)
+class ProfileTrace:
+    """A whole trace. `end` is None when it was cut off."""
+
+    header: Header
+    samples: tuple[Sample, ...] = ()
+    rounds: tuple[RoundLine, ...] = ()
+    runs: tuple[Run, ...] = ()
+    end: End | None = None
+
+    @property
+    def partial(self) -> bool:
+        """True when the profile did not come to its end."""
+        return self.end is None or not self.end.complete
+
+
+class ProfileWriter:
+    """Appends lines to a trace, each flushed: whatever happens next, what was measured is kept.
+
+    Raises ProfileError when the file cannot be written; what was written before stays readable.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+        try:
+            self._file = self.path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"the profile {path} cannot be written: {error.strerror or error}") from None
+        self._append(as_json(header))
+
+    def write(self, line: Line) -> None:
+        """Append one line."""
+        self._append({"record": _NAMES[type(line)], **as_json(line)})
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(_rounded(record), separators=(",", ":"), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._abandon()
+            raise ProfileError(
+                f"{self.path} cannot be written any further: {error.strerror or error}; free some space, or"
+                " give another folder with -o. What was written before can be read"
+            ) from None
+
+    def _abandon(self) -> None:
+        """Close a file whose buffer cannot be written: closing would try that again."""
+        file, self._file = self._file, None
+        try:
+            if file is not None:
+                file.close()
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Close the file; closing twice is allowed."""
+        self._abandon()
+
+    def __enter__(self) -> ProfileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _rounded(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers with six digits after the point: microseconds, microwatts."""
+    return {key: round(value, 6) if isinstance(value, float) else value for key, value in record.items()}
+
+
+def read_profile(path: str | os.PathLike[str]) -> ProfileTrace:
+    """Read a trace; one that is cut off is read up to there, with a warning.
+
+    Raises ProfileError for a file that is no profile, of another version, or damaged inside.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"cannot read the profile {path}: {error}") from None
+    name = Path(path).name
+    header = _header(lines[0], name)
+    found: dict[type, list[Any]] = {kind: [] for kind in _KINDS.values()}
+    for record in _records(lines, name):
+        found[type(record)].append(record)
+    ends = found[End]
+    return ProfileTrace(
+        header, tuple(found[Sample]), tuple(found[RoundLine]), tuple(found[Run]), ends[-1] if ends else None
+    )
+
+
+def _header(line: str, name: str) -> Header:
+    record = _parsed(line)
+    if not isinstance(record, dict) or record.get("kind") != KIND:
+        raise ProfileError(f"{name} is not the trace of a profile; `outrider profile` writes one")
+    if record.get("schema_version") != SCHEMA_VERSION:
+        version = record.get("schema_version")
+        raise ProfileError(f"{name} has schema_version {version!r}; this Outrider reads {SCHEMA_VERSION}")
+    header: Header = decode(Header, record, f"{name}: header", ProfileError)
+    return header
+
+
+def _records(lines: list[str], name: str) -> Iterator[Line]:
+    last = len(lines) - 1  # a whole trace ends with a line break, so that nothing is left here
+    for number, line in enumerate(lines[1:], 1):
+        if not line:
+            continue
+        record = _parsed(line)
+        if record is None and number == last:
+            _log.warning("%s is cut off in line %d; what comes before it is used", name, number + 1)
+            return
+        if not isinstance(record, dict) or record.get("record") not in _KINDS:
+            known = ", ".join(_KINDS)
+            raise ProfileError(f"{name}:{number + 1} is no line of a profile; 'record' is one of {known}")
+        kind = _KINDS[record.pop("record")]
+        yield decode(kind, record, f"{name}:{number + 1}: {_NAMES[kind]}", ProfileError)
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -1,0 +1,363 @@
+"""A profile as one HTML file: no network, no scripts, readable in light and dark, and on a phone.
+
+Whatever comes from a file is escaped. Figures of a simulated device say SIMULATED in the title, in the
+answer and in every plot. Where nothing measures power there are no joules, not zeros.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from html import escape
+
+from outrider.power import svg
+from outrider.power.intervals import Interval
+from outrider.power.profile_trace import ProfileError, ProfileTrace, RoundLine
+from outrider.power.summary import Cell, ErrorBudget, Summary
+from outrider.records import replaced
+
+__all__ = ["render", "write_report"]
+
+_STYLE = """
+:root{color-scheme:light dark;--bg:#fcfcfa;--fg:#1d2226;--dim:#5c666e;--rule:#d9dcd8;--soft:#f0f1ed;
+--accent:#0b6e8f;--warn:#8a4b00;--warnbg:#fff1dc;--mark:45%}
+@media(prefers-color-scheme:dark){:root{--bg:#14181b;--fg:#e6e9ea;--dim:#9aa5ac;--rule:#343c42;--soft:#1d2327;
+--accent:#5cc0e0;--warn:#ffc06b;--warnbg:#3a2a12;--mark:60%}}
+*{box-sizing:border-box}
+body{margin:0 auto;padding:1rem;max-width:60rem;background:var(--bg);color:var(--fg);
+font:1rem/1.5 system-ui,sans-serif}
+h1{font-size:1.15rem;margin:0 0 .5rem}h2{font-size:1.05rem;margin:2rem 0 .5rem}
+.answer{font-size:1.35rem;line-height:1.35;margin:.5rem 0 1rem}
+.simulated{background:var(--warnbg);color:var(--warn);padding:.5rem .75rem;border-radius:.4rem;font-weight:600}
+.dim,figcaption{color:var(--dim);font-size:.9rem}
+figure{margin:0}svg{width:100%;max-width:44rem;height:auto;display:block}
+svg text{font:11px system-ui,sans-serif;fill:var(--dim)}svg .name{fill:var(--fg);font-weight:600}
+svg .label{fill:var(--fg)}.grid{stroke:var(--rule)}.line,.front{fill:none;stroke:var(--accent);stroke-width:1.3}
+.front{stroke-dasharray:4 3;opacity:.6}.whisker{stroke:var(--fg);stroke-width:1.2}.mark{fill:var(--accent)}
+.hollow{stroke:var(--fg);stroke-dasharray:2 2}.bound{stroke:var(--warn);stroke-dasharray:5 3}
+.band0{fill:var(--soft)}.band1{fill:var(--rule);opacity:.55}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem}
+th,td{padding:.3rem .6rem;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}
+th:first-child,td:first-child{text-align:left}thead th{color:var(--dim);font-weight:600;vertical-align:bottom}
+dl{display:grid;grid-template-columns:minmax(6rem,auto) 1fr;gap:.2rem 1rem;font-size:.9rem}
+dt{color:var(--dim)}dd{margin:0;overflow-wrap:anywhere}
+"""
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def render(summary: Summary, trace: ProfileTrace | None = None) -> str:
+    """The report of a profile; without its raw trace there is no timeline."""
+    mark = "SIMULATED: " if summary.simulated else ""
+    device = summary.provenance.get("device", "this machine")
+    title = f"{mark}Outrider profile of {device}"
+    sections = [
+        _opening(summary, title),
+        _trade_off(summary),
+        _table(summary),
+        _stages(summary),
+        _over_time(summary, trace) if trace is not None else "",
+        _budget(summary),
+        _provenance(summary),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n<main>\n"
+        + "\n".join(section for section in sections if section)
+        + "\n</main>\n</body></html>\n"
+    )
+
+
+def write_report(path: str | os.PathLike[str], summary: Summary, trace: ProfileTrace | None = None) -> None:
+    """Write the report, whole or not at all. Raises ProfileError when it cannot be written."""
+    try:
+        with replaced(path) as stream:
+            stream.write(render(summary, trace).encode())
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be written: {error.strerror or error}; free some space") from None
+
+
+def _opening(summary: Summary, title: str) -> str:
+    parts = [f"<h1>{escape(title)}</h1>", f'<p class="answer">{escape(summary.headline)}</p>']
+    if summary.simulated:
+        parts.append(
+            '<p class="simulated">SIMULATED: time, energy and heat come from a model of the device, not from'
+            " the device. Acceptance is as recorded or decoded.</p>"
+        )
+    if not summary.metered:
+        parts.append("<p>No power meter answered: this report is about time only.</p>")
+    if summary.notes:
+        parts.append("<ul>" + "".join(f"<li>{escape(note)}</li>" for note in summary.notes) + "</ul>")
+    return f"<header>{''.join(parts)}</header>"
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
+
+
+def _figure(drawing: str, caption: str) -> str:
+    return f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _marked(summary: Summary, title: str) -> str:
+    return f"{title} (SIMULATED)" if summary.simulated else title
+
+
+def _trade_off(summary: Summary) -> str:
+    """Rate against joules against peak temperature; rates alone where no joules are known."""
+    if not summary.cells:
+        return ""
+    heats = _heats(summary.cells)
+    if not summary.metered:
+        title = _marked(summary, "Tokens per second")
+        marks = [_rate_mark(cell, heats) for cell in summary.cells]
+        drawing = svg.bars(marks, "tokens/s", title, _described(summary.cells), "rates")
+        return _section(title, _figure(drawing, _interval_caption(heats)))
+    title = _marked(summary, "Speed against energy against heat")
+    marks = [mark for cell in summary.cells if (mark := _pareto_mark(cell, heats))]
+    drawing = svg.scatter(marks, "J/token (gross)", "tokens/s", title, _described(summary.cells), "pareto")
+    caption = "Up is faster, left is thriftier; the dashed line joins what nothing else beats in both. "
+    if not all(cell.allowed for cell in summary.cells):
+        caption += "A dashed rim: this setting broke the power cap or the temperature limit. "
+    return _section(title, _figure(drawing, caption + _interval_caption(heats)))
+
+
+def _heats(cells: Sequence[Cell]) -> dict[str, float]:
+    """Peak temperatures on a scale from the coolest (0) to the hottest (1) cell."""
+    peaks = {cell.label: cell.peak_c for cell in cells if cell.peak_c is not None}
+    if not peaks:
+        return {}
+    low, span = min(peaks.values()), max(1e-9, max(peaks.values()) - min(peaks.values()))
+    return {label: (peak - low) / span for label, peak in peaks.items()}
+
+
+def _interval_caption(heats: dict[str, float]) -> str:
+    colour = " Redder and larger: a higher peak temperature." if heats else " No temperature is known."
+    return "Whiskers: 95 % interval over repetitions." + colour
+
+
+def _bounds(found: Interval | None) -> tuple[float, float] | None:
+    return None if found is None or found.low is None or found.high is None else (found.low, found.high)
+
+
+def _rate_mark(cell: Cell, heats: dict[str, float]) -> svg.Mark:
+    rate = cell.tokens_per_s
+    return svg.Mark(
+        cell.label,
+        rate.mean,
+        0.0,
+        _bounds(rate),
+        None,
+        heats.get(cell.label),
+        _detail(cell),
+        not cell.allowed,
+    )
+
+
+def _pareto_mark(cell: Cell, heats: dict[str, float]) -> svg.Mark | None:
+    joules, rate = cell.energy_j_per_token, cell.tokens_per_s
+    if joules is None:
+        return None
+    return svg.Mark(
+        cell.label,
+        joules.mean,
+        rate.mean,
+        _bounds(joules),
+        _bounds(rate),
+        heats.get(cell.label),
+        _detail(cell),
+        not cell.allowed,
+    )
+
+
+def _detail(cell: Cell) -> str:
+    parts = [f"{cell.tokens_per_s.mean:.2f} tokens/s"]
+    if cell.energy_j_per_token:
+        parts.append(f"{cell.energy_j_per_token.mean:.3g} J/token")
+    if cell.peak_c is not None:
+        parts.append(f"peak {cell.peak_c:.1f} °C")
+    return ", ".join(parts)
+
+
+def _described(cells: Sequence[Cell]) -> str:
+    return "; ".join(f"{cell.label}: {_detail(cell)}" for cell in cells)
+
+
+def _spread(found: Interval | None, digits: int = 2) -> str:
+    if found is None:
+        return "–"
+    half = "" if found.half is None else f" ± {found.half:.{digits}f}"
+    return f"{found.mean:.{digits}f}{half}"
+
+
+def _plain(value: float | None, form: str = ".2f", unit: str = "") -> str:
+    return "–" if value is None else f"{value:{form}}{unit}"
+
+
+def _table(summary: Summary) -> str:
+    """Every setting; energy columns only where there is energy."""
+    if not summary.cells:
+        return ""
+    head = ["setting", "n", "tokens/s", "× plain", "acceptance", "mean k"]
+    head += ["J/token", "net J/token", "W"] if summary.metered else []
+    head += ["peak °C", "retention", "throttled after", "s over limit"]
+    rows = [_row(cell, summary.metered) for cell in summary.cells]
+    caption = "Mean ± half of the 95 % interval. Retention: the rate of the last 30 s over the first 30 s."
+    return _section(
+        _marked(summary, "Every setting"), _html_table(head, rows), f'<p class="dim">{escape(caption)}</p>'
+    )
+
+
+def _row(cell: Cell, metered: bool) -> list[str]:
+    row = [
+        cell.label + ("" if cell.allowed else " (breaks a limit)"),
+        str(cell.tokens_per_s.n),
+        _spread(cell.tokens_per_s),
+        _spread(cell.speedup),
+        _plain(cell.acceptance),
+        _plain(cell.mean_k, ".1f"),
+    ]
+    if metered:
+        row += [
+            _spread(cell.energy_j_per_token, 3),
+            _spread(cell.net_j_per_token, 3),
+            _spread(cell.power_w),
+        ]
+    return [
+        *row,
+        _plain(cell.peak_c, ".1f"),
+        _plain(cell.retention),
+        _plain(cell.throttled_after_s, ".0f", " s"),
+        _plain(cell.over_limit_s, ".0f"),
+    ]
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows)
+    return (
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{top}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _stages(summary: Summary) -> str:
+    """Where the joules of a token went."""
+    split = [(cell, cell.stage_j_per_token) for cell in summary.cells if cell.stage_j_per_token]
+    if not split:
+        return ""
+    names = list(dict.fromkeys(name for _, stages in split for name in stages))
+    rows = [[cell.label, *(_plain(stages.get(name), ".4f") for name in names)] for cell, stages in split]
+    caption = (
+        "Gross joules a decoded token, by the time in which they were drawn. Wasted draft: a part of draft."
+    )
+    return _section(
+        _marked(summary, "Energy by stage"),
+        _html_table(["setting", *(name.replace("_", " ") for name in names)], rows),
+        f'<p class="dim">{escape(caption)}</p>',
+    )
+
+
+def _over_time(summary: Summary, trace: ProfileTrace) -> str:
+    lines = [line for line in _lines(trace) if any(value is not None for _, value in line.points)]
+    if not lines:
+        return ""
+    title = _marked(summary, "The course of it")
+    bands = [
+        (run.begin_s, run.end_s, f"{run.label}, {'warm-up' if run.warm_up else f'run {run.repeat + 1}'}")
+        for run in trace.runs
+    ]
+    names = ", ".join(line.name for line in lines)
+    drawing = svg.timeline(lines, bands, title, f"{names} over time, {len(bands)} runs", "timeline")
+    return _section(title, _figure(drawing, "Shaded: one run each; between them the device idles."))
+
+
+def _lines(trace: ProfileTrace) -> list[svg.Line]:
+    samples, settings = trace.samples, trace.header.settings
+    rates = _rates(trace.rounds)
+    return [
+        svg.Line("temperature", "°C", [(s.time_s, s.hottest_c) for s in samples], settings.temp_limit_c),
+        svg.Line("power", "W", [(s.time_s, s.power_w) for s in samples], settings.power_cap_w),
+        svg.Line("clock", "of full", [(s.time_s, s.clock_ratio) for s in samples]),
+        svg.Line("k", "drafted", [(r.time_s, float(r.drafted)) for r in trace.rounds], steps=True),
+        svg.Line("tokens/s", "", rates),
+    ]
+
+
+def _rates(rounds: Sequence[RoundLine], bins: int = 150) -> list[tuple[float, float | None]]:
+    """Tokens per second in as many equal stretches of time; None where no round ended."""
+    if not rounds:
+        return []
+    begin = rounds[0].time_s - rounds[0].seconds
+    width = max((rounds[-1].time_s - begin) / bins, 2.0)
+    tokens: dict[int, int] = {}
+    busy: dict[int, float] = {}
+    for line in rounds:
+        index = int((line.time_s - begin) / width)
+        tokens[index] = tokens.get(index, 0) + line.tokens
+        busy[index] = busy.get(index, 0.0) + line.seconds + line.pause_s
+    last = max(tokens)
+    return [
+        (begin + (i + 0.5) * width, tokens[i] / busy[i] if busy.get(i) else None) for i in range(last + 1)
+    ]
+
+
+def _budget(summary: Summary) -> str:
+    budget = summary.error_budget
+    if budget is None:
+        text = summary.no_meter or "no source of power or energy answered"
+        return _section("Error budget", f"<p>No joules were measured: {escape(text)}.</p>")
+    return _section(_marked(summary, "Error budget"), _definitions(_budget_lines(budget)))
+
+
+def _budget_lines(budget: ErrorBudget) -> list[tuple[str, str]]:
+    expected, got = budget.samples_expected, budget.samples_got
+    counted = "–" if got is None else f"{got} of {expected} expected" if expected else str(got)
+    idle = f"{_plain(budget.idle_before_w)} W before, {_plain(budget.idle_after_w)} W after"
+    known_idle = budget.idle_before_w is not None or budget.idle_after_w is not None
+    return [
+        ("method", f"{budget.method}: {TRUST.get(budget.method, 'unknown')}"),
+        ("part that is metered", budget.scope),
+        ("source", budget.source or "–"),
+        ("samples", counted),
+        ("fewest samples in a run", "–" if budget.fewest_in_a_run is None else str(budget.fewest_in_a_run)),
+        ("largest gap", _plain(budget.largest_gap_s, ".2f", " s")),
+        ("period of the sensor", _plain(budget.period_s, ".2f", " s")),
+        (
+            "cost of sampling",
+            "–" if budget.sampler_share is None else f"{budget.sampler_share:.1%} of a core",
+        ),
+        ("idle baseline", idle if known_idle else "not taken: no net figures"),
+    ]
+
+
+TRUST = {
+    "counter": "the hardware counts joules",
+    "integrated": "samples of power, integrated over their own times",
+    "instant": "samples of power, integrated over their own times",
+    "estimated": "an estimate, not a measurement",
+    "simulated": "a model of the device, not a measurement",
+    "replayed": "read from a recorded trace",
+}
+"""How far each method can be trusted, in words."""
+
+
+def _provenance(summary: Summary) -> str:
+    settings = summary.settings
+    known = list(summary.provenance.items())
+    asked = [
+        ("tool", f"outrider {summary.tool_version}"),
+        (
+            "runs",
+            f"{settings.repeats} of {settings.run_s:.0f} s a setting, random order, seed {settings.seed}",
+        ),
+        ("power cap", _plain(settings.power_cap_w, "g", " W")),
+        ("temperature limit", _plain(settings.temp_limit_c, "g", " °C")),
+        ("cool-down gate", f"at most {settings.cool_down_s:.0f} s"),
+    ]
+    return _section("Where this comes from", _definitions([*known, *asked]))
+
+
+def _definitions(pairs: Sequence[tuple[str, str]]) -> str:
+    return "<dl>" + "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in pairs) + "</dl>"
