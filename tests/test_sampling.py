@@ -13,6 +13,7 @@ from outrider.runtime.sampling import (
     distribution,
     draw,
     largest,
+    least_probability,
     log_probabilities,
     probability,
     top_two,
@@ -79,6 +80,40 @@ def test_ids_of_a_distribution_ascend_so_that_inverse_cdf_goes_in_id_order():
     row = np.random.default_rng(2).normal(size=3000).astype(np.float32)
     ids = distribution(row, Sampling(temperature=1.0, top_k=40)).ids
     assert (np.diff(ids) > 0).all()
+
+
+@given(
+    st.sampled_from([1, 7, 2047, 2049, 5000, 49152, 50001]),
+    st.sampled_from([0.01, 1.0, 2.5, 6.0]),
+    st.sampled_from([0.0, 3.0, 9.0, 20.0]),
+    st.integers(0, 2**32 - 1),
+    st.floats(0.001, 1.0) | st.just(0.0),
+)
+@settings(max_examples=150, deadline=None)
+def test_least_probability_decides_as_the_whole_softmax_does(size, scale, lead, seed, least):
+    rng = np.random.default_rng(seed)
+    row = rng.normal(0, scale, size).astype(np.float32).round(int(rng.integers(0, 4)))  # rounded: ties
+    row[rng.random(size) < 0.1] = -np.inf
+    row[rng.integers(size)] = row.max(initial=0.0, where=np.isfinite(row)) + lead
+    exact = 1.0 / np.exp(row - row.max()).sum()
+    for bound in (least, float(exact), float(np.nextafter(exact, 2)), float(exact) * 0.999):
+        assert least_probability(row, bound) == (row.argmax(), bool(exact >= bound))
+
+
+@pytest.mark.parametrize("where", [0, 3000, 49999])
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_a_nan_anywhere_in_a_row_is_an_error(where, options):
+    row = np.zeros(50_000, np.float32)
+    row[where] = np.nan
+    with pytest.raises(BackendError, match="a logit of nan"):
+        distribution(row, Sampling(temperature=1.0, **options))
+
+
+def test_the_draft_s_stream_is_the_generator_of_its_seed_and_position():
+    words = np.random.Philox(key=np.array([7, 1], np.uint64), counter=np.array([0, 12, 0, 0], np.uint64))
+    expected = np.random.Generator(words)
+    stream = draft_generator(7, 12)
+    assert [stream.random() for _ in range(5)] == [expected.random() for _ in range(5)]
 
 
 def test_greedy_takes_the_lowest_id_of_equals_and_reports_the_gap():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from outrider.contracts import Float32Array, Graph, Output, Proposal, Sampling
 from outrider.errors import BackendError, UsageError
 from outrider.runtime.context import common_prefix
-from outrider.runtime.sampling import Distribution, Processor, distribution, draw
+from outrider.runtime.sampling import Distribution, Processor, distribution, draw, least_probability
 from outrider.runtime.uniforms import Uniforms
 
 __all__ = ["ModelDrafter"]
@@ -25,6 +25,8 @@ class ModelDrafter:
     draws from its own stream, and q is exactly what it drew from.
 
     When the text outgrows the draft's context, the window slides: the older half is dropped.
+
+    `reopen` opens the graph again after `release` gave its memory back; without it, it is never released.
     """
 
     name = "model"
@@ -35,6 +37,7 @@ class ModelDrafter:
         vocab_limit: int | None = None,
         min_confidence: float = 0.3,
         prefill_chunk: int = 512,
+        reopen: Callable[[], Graph] | None = None,
     ) -> None:
         if not 0.0 <= min_confidence <= 1.0:
             raise UsageError(f"min_confidence is {min_confidence}; it must be between 0 and 1")
@@ -42,7 +45,8 @@ class ModelDrafter:
             raise UsageError(
                 f"a draft needs a context of at least 2 tokens; this one has {graph.max_context}"
             )
-        self.graph = graph
+        self._graph: Graph | None = graph
+        self._reopen = reopen
         self.vocab_limit = min(vocab_limit or graph.vocab_size, graph.vocab_size)
         self.min_confidence = min_confidence
         self._chunk = min(prefill_chunk, max(graph.widths) if graph.widths else prefill_chunk)
@@ -55,11 +59,44 @@ class ModelDrafter:
         self._pushed = 0  # how much of the context the penalties have seen
         self._checked = 0  # how much of the window is known to agree with the context
 
+    @property
+    def graph(self) -> Graph:
+        """The draft's graph. Raises BackendError while it is released."""
+        if self._graph is None:
+            raise BackendError("the draft model was released to free memory; call `restore` first")
+        return self._graph
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the draft's graph is open."""
+        return self._graph is not None
+
+    def release(self) -> None:
+        """Close the graph and free its memory, if it can be opened again."""
+        if self._graph is not None and self._reopen is not None:
+            self._graph.close()
+            self._graph = None
+            self._forget()
+
+    def restore(self) -> None:
+        """Open the graph again, if it was released; the next draft runs the whole context."""
+        if self._graph is None and self._reopen is not None:
+            self._graph = self._reopen()
+
+    def close(self) -> None:
+        """Close the graph; closing twice is allowed."""
+        if self._graph is not None:
+            self._graph.close()
+
     def reset(self) -> None:
         """Forget all context."""
+        self._forget()
+        if self._graph is not None:
+            self._graph.truncate(0)
+
+    def _forget(self) -> None:
         self._start, self._cached, self._source, self._checked = 0, [], None, 0
         self._processor = None
-        self.graph.truncate(0)
 
     def backlog(self, context: Sequence[int]) -> int:
         """How many tokens the draft must run before its first proposal; at least 1."""
@@ -144,8 +181,7 @@ class ModelDrafter:
     ) -> tuple[int, Distribution] | None:
         """The next drafted token and what it was drawn from; None below the confidence."""
         if sampling.greedy:
-            token = int(row.argmax())
-            sure = self.min_confidence == 0.0 or _confidence(row, token) >= self.min_confidence
+            token, sure = least_probability(row, self.min_confidence)
             return (token, _ONE) if sure else None
         chances = distribution(row, sampling)
         if chances.probs.max() < self.min_confidence:
@@ -158,24 +194,19 @@ class ModelDrafter:
 _ONE = Distribution(None, np.ones(1))
 
 
-def _confidence(row: Float32Array, token: int) -> float:
-    """The probability of the most likely token, at temperature 1."""
-    return float(1.0 / np.exp(row - row[token]).sum())
-
-
 def _chain(tokens: list[int], drawn_from: list[Distribution] | None) -> Proposal:
     """A chain proposal; q over the union of the supports, or over the whole vocabulary if one is dense."""
     ids = np.array(tokens, np.int64)
     parents = np.arange(-1, len(tokens) - 1)
     if not drawn_from:
         return Proposal(ids, parents)
-    sparse = [(chances.ids, chances.probs) for chances in drawn_from if chances.ids is not None]
-    if len(sparse) < len(drawn_from):
-        return Proposal(
-            ids, parents, np.stack([chances.probs for chances in drawn_from]).astype(np.float32), rule="iid"
-        )
-    union = np.unique(np.concatenate([support for support, _ in sparse]))
+    probs = [chances.probs for chances in drawn_from]
+    supports = [chances.ids for chances in drawn_from if chances.ids is not None]
+    if len(supports) < len(drawn_from):
+        return Proposal(ids, parents, np.stack(probs).astype(np.float32), rule="iid")
+    union, columns = np.unique(np.concatenate(supports), return_inverse=True)
     q = np.zeros((len(tokens), len(union)), np.float32)
-    for row, (support, probs) in zip(q, sparse, strict=True):
-        row[np.searchsorted(union, support)] = probs
+    q[np.repeat(np.arange(len(tokens)), [len(support) for support in supports]), columns] = np.concatenate(
+        probs
+    )
     return Proposal(ids, parents, q, union, "iid")

@@ -27,6 +27,7 @@ __all__ = [
     "distribution",
     "draw",
     "largest",
+    "least_probability",
     "log_probabilities",
     "probability",
     "top_two",
@@ -37,6 +38,9 @@ Float64Array = NDArray[np.float64]
 _NEAR_TIE = 1e-3
 _CDF_BLOCK = 512
 _CDF_END = 1e-15
+_COLUMNS = 2048  # a maximum over rows of this length runs at the speed of memory
+_FAR = 1e-4  # of the top's weight: below it a bound is as good as the value
+_ROUNDING = 1e-3  # far above what float32 sums and exponentials lose
 
 
 @dataclass(frozen=True)
@@ -148,24 +152,60 @@ def top_two(row: Float32Array) -> tuple[int, float]:
 
 def largest(row: Float32Array, n: int) -> IntArray:
     """Ids of the n largest values, largest first, equals by lower id."""
-    ids = _candidates(row, n)
+    ids, _ = _candidates(row, n)
     return ids[np.argsort(-row[ids], kind="stable")[:n]]
 
 
-def _candidates(row: Float32Array, n: int) -> IntArray:
-    """Ascending ids that hold the n largest values and every tie of the n-th; often not many more.
+def least_probability(row: Float32Array, least: float) -> tuple[int, bool]:
+    """The most likely id (the lowest of equals), and whether softmax(row) gives it at least `least`.
+
+    Equals `1 / exp(row - row.max()).sum() >= least`, but takes the exponential of the whole row only where
+    bounds leave that open: a column holds between one and all of its rows times its maximum's exponential.
+    """
+    best = int(row.argmax())
+    if least <= 0.0:
+        return best, True
+    top = row[best]
+    grid, tail = _columns(row, _COLUMNS)
+    weights = np.exp(grid.max(axis=0) - top)  # [columns]
+    low = float(weights.sum())
+    if low * least > 1.0 + _ROUNDING:
+        return best, False
+    near = (weights > _FAR).nonzero()[0]
+    inside = float(np.exp(grid.take(near, axis=1) - top).sum())
+    if len(tail):
+        inside += float(np.exp(tail - top).sum())
+    outside = low - float(weights[near].sum())
+    if (inside + len(grid) * outside) * least < 1.0 - _ROUNDING:
+        return best, True
+    return best, bool(1.0 / np.exp(row - top).sum() >= least)
+
+
+def _columns(row: Float32Array, columns: int) -> tuple[Float32Array, Float32Array]:
+    """The row as a grid [rows, columns] whose maxima by column cost one fast pass, and the tail left over."""
+    columns = min(len(row), columns)
+    whole = len(row) // columns * columns
+    return row[:whole].reshape(-1, columns), row[whole:]
+
+
+def _candidates(row: Float32Array, n: int) -> tuple[IntArray, float]:
+    """Ascending ids that hold the n largest values and every tie of the n-th, often not many more; the largest.
 
     The n-th largest of the column maxima bounds the n-th largest value from below, so that one pass over
-    the row leaves a few hundred ids for exact work.
+    the row leaves a few columns for exact work. Raises as `distribution` does.
     """
-    size = len(row)
-    n = min(n, size)
-    columns = min(size, max(512, 8 * n))
-    whole = size // columns * columns
-    maxima = row[:whole].reshape(-1, columns).max(axis=0)  # [columns]
-    np.maximum(maxima[: size - whole], row[whole:], out=maxima[: size - whole])
-    floor = np.partition(maxima, columns - n)[columns - n]
-    return np.flatnonzero(row >= floor)
+    grid, tail = _columns(row, max(_COLUMNS, 8 * n))
+    maxima = grid.max(axis=0)  # [columns]
+    top = _checked_top(np.maximum(maxima.max(), tail.max(initial=-np.inf)))  # NaN wins, as it must
+    last = len(maxima) - min(n, len(maxima))
+    floor = np.partition(maxima, last)[last]
+    columns = (maxima >= floor).nonzero()[0]
+    found = (grid.take(columns, axis=1) >= floor).ravel().nonzero()[0]
+    rows, at = np.divmod(found, len(columns))
+    ids: IntArray = rows * len(maxima) + columns[at]
+    if len(tail):
+        ids = np.concatenate([ids, grid.size + (tail >= floor).nonzero()[0]])
+    return ids, top
 
 
 def distribution(row: Float32Array, sampling: Sampling, near_tie: float = _NEAR_TIE) -> Distribution:
@@ -174,21 +214,19 @@ def distribution(row: Float32Array, sampling: Sampling, near_tie: float = _NEAR_
     `near_tie` is the float noise of a logit: a truncation whose edge lies within it adds to `slack`.
     Raises BackendError for a row with NaN, UsageError when no token is left.
     """
-    top = _checked_top(row.max())
     if sampling.top_k == 0 and sampling.top_p == 1.0:
-        return _untruncated(row, top, sampling, near_tie)
-    ids, total = _truncation_candidates(row, top, sampling)
-    values = row[ids]
-    ordered = np.sort(values)[::-1]
-    weights = np.exp((ordered.astype(np.float64) - top) / sampling.temperature)  # descending
+        return _untruncated(row, _checked_top(row.max()), sampling, near_tie)
+    ids, top, total = _truncation_candidates(row, sampling)
+    by_id = np.exp((row[ids].astype(np.float64) - top) / sampling.temperature)
+    weights = np.sort(by_id)[::-1]
     if sampling.top_k:
         total = float(weights[: sampling.top_k].sum())
     kept, slack = _truncate(weights, total, sampling, near_tie)
-    inside = values >= ordered[kept - 1]
-    if np.count_nonzero(inside) > kept:  # a tie at the cut: the lowest ids stay
-        tied = np.flatnonzero(values == ordered[kept - 1])
-        inside[tied[kept - np.count_nonzero(inside) :]] = False
-    probs = np.exp((values[inside].astype(np.float64) - top) / sampling.temperature)
+    inside = (by_id >= weights[kept - 1]).nonzero()[0]
+    if len(inside) > kept:  # a tie at the cut: the lowest ids stay
+        tied = (by_id == weights[kept - 1]).nonzero()[0]
+        inside = np.setdiff1d(inside, tied[kept - len(inside) :])
+    probs = by_id[inside]
     return Distribution(ids[inside], probs / probs.sum(), slack)
 
 
@@ -208,36 +246,39 @@ def _untruncated(row: Float32Array, top: float, sampling: Sampling, near_tie: fl
     return Distribution(ids[keep], weights[keep] / total, slack)
 
 
-def _truncation_candidates(row: Float32Array, top: float, sampling: Sampling) -> tuple[IntArray, float]:
-    """Ascending ids among which truncation decides, and (for top-p alone) the weight of the whole row.
+def _truncation_candidates(row: Float32Array, sampling: Sampling) -> tuple[IntArray, float, float]:
+    """Ascending ids among which truncation decides, the top, and (for top-p alone) the row's whole weight.
 
     With top-k, the first value that is cut comes along, so that a tie at the edge can be seen.
     """
     if sampling.top_k:
-        return _candidates(row, sampling.top_k + 1), 0.0
+        return *_candidates(row, sampling.top_k + 1), 0.0
+    top = _checked_top(row.max())
     weights = _weights(row, top, sampling.temperature)
     total = float(weights.sum())
     for n in (256, 4096):
-        ids = _candidates(row, n)
-        if n < len(row) and float(weights[ids].sum()) > (sampling.top_p + 1e-4) * total:
-            return ids, total
-    return np.arange(len(row)), total
+        if n >= len(row):
+            break
+        ids, _ = _candidates(row, n)
+        if float(weights[ids].sum()) > (sampling.top_p + 1e-4) * total:
+            return ids, top, total
+    return np.arange(len(row)), top, total
 
 
 def _truncate(weights: Float64Array, total: float, sampling: Sampling, near_tie: float) -> tuple[int, float]:
     """How many of the descending weights stay, and the share of mass at cuts that noise could move."""
     limit = min(sampling.top_k or len(weights), len(weights))
     kept, at_cut = limit, 0.0
-    mass = np.cumsum(weights)
+    mass = weights.cumsum()
     if sampling.top_p < 1.0:
-        kept = min(limit, 1 + int(np.searchsorted(mass, sampling.top_p * total)))
+        kept = min(limit, 1 + int(mass.searchsorted(sampling.top_p * total)))
     if kept == limit < len(weights):  # top-k decided
         last, cut = float(weights[limit - 1]), float(weights[limit])
         tied = cut > 0.0 and sampling.temperature * (math.log(last) - math.log(cut)) < near_tie
         at_cut = last if tied else 0.0
     elif sampling.top_p < 1.0:
-        reach = np.abs(mass[max(0, kept - 2) : kept] / total - sampling.top_p)
-        at_cut = float(weights[kept - 1]) if reach.min() < near_tie else 0.0
+        reach = [abs(below / total - sampling.top_p) for below in mass[max(0, kept - 2) : kept].tolist()]
+        at_cut = float(weights[kept - 1]) if min(reach) < near_tie else 0.0
     if weights[kept - 1] < max(sampling.min_p, 1e-300):
         kept = int(np.count_nonzero(weights[:kept] >= max(sampling.min_p, 1e-300)))
     return kept, float(at_cut / mass[kept - 1])
@@ -284,8 +325,8 @@ def draw(chances: Distribution, uniform: float) -> tuple[int, float]:
 
 def _interval(probs: Float64Array, aim: float) -> tuple[int, float, float]:
     """The index whose interval of the running sum holds `aim`, with the interval's ends."""
-    cdf = np.cumsum(probs)
-    index = int(np.searchsorted(cdf, aim, side="right"))
+    cdf = probs.cumsum()
+    index = int(cdf.searchsorted(aim, side="right"))
     if index == len(cdf):  # rounding carried the aim to the very end
         index = int(np.flatnonzero(probs)[-1])
     return index, float(cdf[index] - probs[index]), float(cdf[index])
@@ -295,7 +336,7 @@ def probability(chances: Distribution, token: int) -> float:
     """The probability of one token; 0 outside the support."""
     if chances.ids is None:
         return float(chances.probs[token]) if token < len(chances.probs) else 0.0
-    index = int(np.searchsorted(chances.ids, token))
+    index = int(chances.ids.searchsorted(token))
     found = index < len(chances.ids) and chances.ids[index] == token
     return float(chances.probs[index]) if found else 0.0
 

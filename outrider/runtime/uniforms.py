@@ -7,6 +7,9 @@ or cancelled before cannot change the uniform of a position.
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any, cast
+
 import numpy as np
 
 __all__ = ["DRAFT_STREAM", "TARGET_STREAM", "Uniforms", "draft_generator"]
@@ -37,7 +40,24 @@ class Uniforms:
 
 def draft_generator(seed: int, position: int) -> np.random.Generator:
     """The draft's own stream for a round that starts at `position`; independent of the target's."""
-    counter = np.array([0, position, 0, 0], dtype=np.uint64)
-    return np.random.Generator(
-        np.random.Philox(key=np.array([seed, DRAFT_STREAM], np.uint64), counter=counter)
-    )
+    return cast(np.random.Generator, _MadeWhenUsed(seed, position))
+
+
+class _MadeWhenUsed:
+    """A `np.random.Generator`: making one takes as long as drafting a token by lookup, and few drafts need it."""
+
+    def __init__(self, seed: int, position: int) -> None:
+        self._at = (seed, position)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._generator, name)
+
+    @cached_property
+    def _generator(self) -> np.random.Generator:
+        seed, position = self._at
+        key = np.array([seed, DRAFT_STREAM], np.uint64)
+        return np.random.Generator(
+            np.random.Philox(key=key, counter=np.array([0, position, 0, 0], np.uint64))
+        )

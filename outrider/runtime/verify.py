@@ -76,8 +76,9 @@ def walk(
     path: list[int] = []
     margins: list[float] = []
     evaluated, row, cut = 0, 0, False
+    parents = proposal.parents.tolist()
     while not cut:
-        candidates = [int(node) for node in np.flatnonzero(proposal.parents == row - 1)]
+        candidates = [node for node, parent in enumerate(parents) if parent == row - 1]
         step = judge(row, candidates)
         tokens.append(step.token)
         margins.append(step.margin)
