@@ -5,8 +5,16 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
+from outrider.power.sensors.battery import Battery
+from outrider.power.sensors.cpufreq import Cpufreq, IntelThrottle
+from outrider.power.sensors.hwmon import Hwmon
+from outrider.power.sensors.ina import Ina
+from outrider.power.sensors.memory import Memory
 from outrider.power.sensors.rapl import Rapl
+from outrider.power.sensors.raspberrypi import RaspberryPi
 from outrider.power.sensors.system import Sensor, System
+from outrider.power.sensors.tegrastats import Tegrastats
+from outrider.power.sensors.thermal import Thermal
 
 __all__ = ["SOURCES", "discover"]
 
@@ -17,7 +25,18 @@ class _Source(Protocol):
     def find(self, system: System) -> list[Sensor]: ...
 
 
-SOURCES: tuple[_Source, ...] = (Rapl,)
+SOURCES: tuple[_Source, ...] = (
+    Rapl,
+    Ina,
+    Tegrastats,
+    RaspberryPi,
+    Hwmon,
+    Thermal,
+    Cpufreq,
+    IntelThrottle,
+    Memory,
+    Battery,
+)
 """Every kind of source; `find` gives the sensors of one that this machine has, readable or not."""
 
 

@@ -201,6 +201,9 @@ def _find_counters(system: System) -> list[_Counter]:
         counter = _counter(system, zone, zones[zone], named)
         if counter.source not in found:
             found[counter.source] = counter
+        elif "mmio" not in zone:  # two of one control type are two domains, whatever their name
+            counter.source += f"@{zone.partition(':')[2]}"
+            found[counter.source] = counter
     return list(found.values())
 
 

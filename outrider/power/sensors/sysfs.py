@@ -12,7 +12,18 @@ from pathlib import Path
 from outrider.contracts import Method, Quantity, Reading, Scope
 from outrider.power.sensors.system import System
 
-__all__ = ["Figure", "is_linux", "labels", "list_folder", "load", "measure", "read_number", "read_text"]
+__all__ = [
+    "Figure",
+    "is_linux",
+    "labels",
+    "list_folder",
+    "load",
+    "measure",
+    "read_number",
+    "read_text",
+    "shown",
+    "try_text",
+]
 
 Figure = tuple[float | None, str]
 """A value and "", or None and the reason."""
@@ -45,25 +56,29 @@ def load(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str | None:
-    """The text of a file without its last newline or NUL; None when it cannot be read."""
+    """The text of a file without spaces, newline or NUL at its ends; None when it cannot be read."""
+    return try_text(System(), path)[0]
+
+
+def try_text(system: System, path: Path, fix: str = "") -> tuple[str | None, str]:
+    """The text of a file, or None and the reason. `fix` says what to do when permission is missing."""
     try:
-        return load(path).decode("utf-8", "replace").strip().strip("\0").strip()
-    except OSError:
-        return None
+        return load(path).decode("utf-8", "replace").strip().strip("\0").strip(), ""
+    except OSError as error:
+        return None, _explain(system, path, error, fix)
 
 
 def read_number(system: System, path: Path, scale: float = 1.0, fix: str = "") -> Figure:
-    """The number in a file times `scale`. `fix` says what to do when permission is missing."""
-    try:
-        text = load(path).decode("utf-8", "replace").strip()
-    except OSError as error:
-        return None, _explain(system, path, error, fix)
+    """The number in a file times `scale`, or None and the reason."""
+    text, reason = try_text(system, path, fix)
+    if text is None:
+        return None, reason
     try:
         value = float(text)
     except ValueError:
-        return None, f"{shown(system, path)} holds {text[:40]!r}, which is no number"
+        value = math.nan
     if not math.isfinite(value):
-        return None, f"{shown(system, path)} holds {text[:40]!r}"
+        return None, f"{shown(system, path)} holds {text[:40]!r}, which is no number"
     return value * scale, ""
 
 

@@ -1,0 +1,152 @@
+"""Memory that can still be used, the limits of the process's cgroups, and how much tasks wait for memory.
+
+Formats: Linux, Documentation/filesystems/proc.rst (KiB), admin-guide/cgroup-v2.rst, admin-guide/cgroup-v1/memory.rst
+(bytes), accounting/psi.rst. MB are 10^6 bytes. Free swap is never counted: on phones and small boards it is
+compressed memory (zram), and weights do not compress.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.contracts import Quantity, Reading, Scope
+from outrider.power.sensors.sysfs import Figure, is_linux, read_number, read_text, try_text
+from outrider.power.sensors.system import Sensor, System
+
+__all__ = ["Memory"]
+
+_NO_LIMIT = 2**60
+"""Version 1 shows no limit as the largest page-aligned number."""
+_FULL = re.compile(r"^full avg10=([0-9.]+)", re.MULTILINE)
+
+
+class Memory:
+    """Available memory of the machine and of this process, limits, and pressure.
+
+    `memory:host` is the machine's MemAvailable (scope `device`); `memory:cgroup` is what the tightest cgroup
+    limit above this process leaves, counting its inactive file pages as free (scope `process`). What can be
+    used is the lesser of the two.
+    """
+
+    name = "memory"
+    period_s = 0.5
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+
+    @classmethod
+    def find(cls, system: System) -> list[Sensor]:
+        """One sensor wherever there is `/proc/meminfo`."""
+        return [cls(system)] if is_linux(system) and system.path("/proc/meminfo").exists() else []
+
+    def read(self) -> list[Reading]:
+        """Availability, limits and pressure of now."""
+        return [self._host(), *self._cgroup(), self._pressure()]
+
+    def _reading(self, source: str, quantity: Quantity, figure: Figure, scope: Scope) -> Reading:
+        value, reason = figure
+        return Reading(source, quantity, value, scope, "instant", self._system.clock(), reason)
+
+    def _host(self) -> Reading:
+        text, reason = try_text(self._system, self._system.path("/proc/meminfo"))
+        match = re.search(r"^MemAvailable:\s+([0-9]+) kB", text or "", re.MULTILINE)
+        if match is None:
+            return self._reading(
+                "memory:host",
+                "memory_available",
+                (None, reason or "/proc/meminfo has no MemAvailable (Linux before 3.14)"),
+                "device",
+            )
+        figure = int(match[1]) * 1024 / 1e6, ""
+        return self._reading("memory:host", "memory_available", figure, "device")
+
+    def _cgroup(self) -> list[Reading]:
+        levels = [level for folder in _folders(self._system) if (level := _level(self._system, folder))]
+        if not levels:
+            reason = "no cgroup above this process limits its memory (or the kernel has the controller off)"
+            return [self._reading("memory:cgroup", "memory_limit", (None, reason), "process")]
+        tightest = min(levels, key=lambda level: level.free)
+        figures: dict[Quantity, float] = {
+            "memory_limit": tightest.limit,
+            "memory_used": tightest.used,
+            "memory_available": max(tightest.free, 0.0),
+        }
+        return [
+            self._reading("memory:cgroup", quantity, (value / 1e6, ""), "process")
+            for quantity, value in figures.items()
+        ]
+
+    def _pressure(self) -> Reading:
+        path = self._system.path("/proc/pressure/memory")
+        text, reason = try_text(self._system, path)
+        match = _FULL.search(text or "")
+        if match is not None:
+            figure: Figure = float(match[1]), ""
+        elif text is not None:
+            figure = None, f"/proc/pressure/memory holds {text[:40]!r}, without a line of full stalls"
+        else:
+            absent = not path.exists()
+            figure = (
+                None,
+                f"{'/proc/pressure/memory is absent' if absent else reason}; boot with psi=1 to have it",
+            )
+        return self._reading("memory:pressure", "memory_pressure", figure, "device")
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Bytes of one cgroup. `cache` are file pages that the kernel can drop without reading them again soon."""
+
+    limit: float
+    used: float
+    cache: float
+
+    @property
+    def free(self) -> float:
+        return self.limit - self.used + self.cache
+
+
+def _folders(system: System) -> Iterator[Path]:
+    """The process's own memory cgroups and all above them, of version 2 and 1."""
+    for line in (read_text(system.path("/proc/self/cgroup")) or "").splitlines():
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, own = rest.partition(":")
+        if hierarchy == "0" and not controllers:
+            bases = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
+        elif "memory" in controllers.split(","):
+            bases = ["/sys/fs/cgroup/memory"]
+        else:
+            continue
+        for base in bases:
+            yield from _upwards(system.path(base), own)
+
+
+def _upwards(base: Path, own: str) -> Iterator[Path]:
+    """From the process's folder to the mount. In a container the path may be the host's, and not be there."""
+    parts = [part for part in own.split("/") if part]
+    if ".." in parts or not base.joinpath(*parts).is_dir():
+        parts = []
+    for depth in range(len(parts), -1, -1):
+        yield base.joinpath(*parts[:depth])
+
+
+def _level(system: System, folder: Path) -> _Level | None:
+    """The limit of one cgroup and what counts against it; None where nothing is limited.
+
+    `memory.high` counts as a limit too: above it the kernel stalls the process to take memory back.
+    """
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+    found = [read_number(system, folder / name)[0] for name in names]
+    limits = [limit for limit in found if limit is not None and limit < _NO_LIMIT]
+    used = [read_number(system, folder / name)[0] for name in ("memory.current", "memory.usage_in_bytes")]
+    in_use = next((value for value in used if value is not None), None)
+    if not limits or in_use is None:
+        return None
+    stat = read_text(folder / "memory.stat") or ""
+    cache = re.search(r"^total_inactive_file ([0-9]+)", stat, re.MULTILINE) or re.search(
+        r"^inactive_file ([0-9]+)", stat, re.MULTILINE
+    )
+    return _Level(min(limits), in_use, float(cache[1]) if cache else 0.0)

@@ -1,0 +1,183 @@
+"""Thermal zones, their trip points, and the coolers that hold units back.
+
+Format: Linux, Documentation/driver-api/thermal/sysfs-api.rst. Temperatures are m°C by that document; some vendors
+give °C or tenths, and rubbish for sensors that are off.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from outrider.contracts import Reading, Scope
+from outrider.power.sensors.sysfs import Figure, is_linux, labels, list_folder, read_number, read_text
+from outrider.power.sensors.system import Sensor, System
+
+__all__ = ["Thermal", "Trip", "unit_of"]
+
+_PLAUSIBLE_C = (-40.0, 125.0)
+_NOT_SILICON = re.compile(
+    r"pmic|pmu|chg|charg|usb|wifi|wlan|modem|mdm|pa[-_]?therm|xo|board|acpitz|flash|cam|disp|lcd"
+)
+_SKIN = re.compile(r"skin|shell|case|chassis|back[-_]|front|surface")
+_BATTERY = re.compile(r"batt|^bms|^fg")
+_SILICON = re.compile(
+    r"cpu|gpu|soc|x86_pkg|tcpu|tj|cv\d|npu|nsp|tpu|ddr|big|little|mid|g3d|core|die|bcm|aoss|package|cluster|ao-therm|pll"
+)
+_HOLDS_BACK = re.compile(
+    r"cpufreq|devfreq|processor|powerclamp|throttle-alert|thermal-idle|cpu-hotplug|cpu-isolate|thermal-pause"
+)
+"""Coolers that slow or stop a unit. Fans, displays, radios and charging currents do not."""
+_MOST_ZONES = 160
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A temperature at which the kernel does something: `kind` is passive, active, hot or critical."""
+
+    kind: str
+    temp_c: float
+
+
+def unit_of(raw: float) -> float | None:
+    """What a zone's number must be divided by to give °C, judged by its size alone; None for 0 and rubbish.
+
+    Up to 125 is taken for °C, up to 999 for tenths, above for m°C. 0 is what a sensor shows that is off.
+    """
+    size = abs(raw)
+    unit = 1.0 if size <= _PLAUSIBLE_C[1] else 10.0 if size < 1000 else 1000.0
+    return unit if raw != 0 and _is_plausible(raw / unit) else None
+
+
+def _is_plausible(temp_c: float) -> bool:
+    low, high = _PLAUSIBLE_C
+    return low <= temp_c <= high
+
+
+@dataclass
+class _Zone:
+    source: str
+    folder: Path
+    scope: Scope
+    unit: float | None = None
+    recent: list[float] = field(default_factory=list)
+
+    def read(self, system: System) -> Reading:
+        now = system.clock()
+        value, reason = self._temperature(system)
+        return Reading(self.source, "temperature", value, self.scope, "instant", now, reason)
+
+    def _temperature(self, system: System) -> Figure:
+        """The median of the last three plausible values: some drivers now and then give one that is far off."""
+        raw, reason = read_number(system, self.folder / "temp")
+        if raw is None:
+            self.recent.clear()
+            return None, reason
+        value = self._celsius(raw)
+        if value is None:
+            return None, f"reads {raw:g}, which is no temperature in m°C, tenths or °C: off or not connected"
+        self.recent = [*self.recent[-2:], value]
+        return (median(self.recent) if len(self.recent) > 2 else min(self.recent)), ""
+
+    def _celsius(self, raw: float) -> float | None:
+        """°C in the unit that the zone has shown so far, unless that has become impossible."""
+        if raw != 0 and self.unit is not None and _is_plausible(raw / self.unit):
+            return raw / self.unit
+        unit = unit_of(raw)
+        if unit is None:
+            return None
+        self.unit = unit
+        return raw / unit
+
+    def trips(self, system: System) -> list[Trip]:
+        found = []
+        for path in list_folder(self.folder, "trip_point_*_temp"):
+            raw, _ = read_number(system, path)
+            kind = read_text(path.with_name(path.name.replace("_temp", "_type")))
+            unit = None if raw is None else unit_of(raw)
+            temp_c = None if raw is None or unit is None else raw / unit
+            if kind and temp_c is not None and temp_c > 0:
+                found.append(Trip(kind, temp_c))
+        return found
+
+
+@dataclass(frozen=True)
+class _Cooler:
+    source: str
+    folder: Path
+
+    def read(self, system: System) -> Reading:
+        now = system.clock()
+        state, reason = read_number(system, self.folder / "cur_state")
+        most, reason_most = read_number(system, self.folder / "max_state")
+        share = None
+        if state is not None and most is not None and most > 0:
+            share = min(max(state / most, 0.0), 1.0)  # powerclamp shows -1 when idle
+        reason = reason or reason_most or ("" if share is not None else "has no states")
+        return Reading(self.source, "throttle", share, "die", "instant", now, reason)
+
+
+class Thermal:
+    """Every zone's temperature, and how far each cooler of a compute unit is turned up (0..1).
+
+    A cooler above 0 means that the kernel throttles now. The throttle of a cooler is its state over its
+    highest state, not a share of lost speed.
+    """
+
+    name = "thermal"
+    period_s = 1.0
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._zones = _find_zones(system)
+        self._coolers = _find_coolers(system)
+
+    @classmethod
+    def find(cls, system: System) -> list[Sensor]:
+        """One sensor if there is a zone or a cooler."""
+        sensor = cls(system)
+        return [sensor] if sensor._zones or sensor._coolers else []
+
+    def read(self) -> list[Reading]:
+        """Every zone and cooler; one that fails gives its reason."""
+        readings = [zone.read(self._system) for zone in self._zones]
+        return readings + [cooler.read(self._system) for cooler in self._coolers]
+
+    def trips(self) -> dict[str, list[Trip]]:
+        """Source of a zone -> its trip points, without those that drivers leave at a rubbish value."""
+        return {zone.source: found for zone in self._zones if (found := zone.trips(self._system))}
+
+
+def _find_zones(system: System) -> list[_Zone]:
+    paths = _folders(system, "thermal_zone")
+    names = labels([read_text(path / "type") or path.name for path in paths])
+    return [_Zone(f"thermal:{name}", path, _scope(name)) for name, path in zip(names, paths, strict=True)]
+
+
+def _find_coolers(system: System) -> list[_Cooler]:
+    named = [(read_text(path / "type") or "", path) for path in _folders(system, "cooling_device")]
+    named = [(name, path) for name, path in named if _HOLDS_BACK.search(name.lower())]
+    names = labels([name for name, _ in named])
+    return [_Cooler(f"cooling:{name}", path) for name, (_, path) in zip(names, named, strict=True)]
+
+
+def _folders(system: System, stem: str) -> list[Path]:
+    """The folders by listing; where listing is denied (Android), by trying their names."""
+    if not is_linux(system):
+        return []
+    for base in ("/sys/class/thermal", "/sys/devices/virtual/thermal"):
+        if found := list_folder(system.path(base), f"{stem}[0-9]*"):
+            return found
+    candidates = (system.path(f"/sys/class/thermal/{stem}{n}") for n in range(_MOST_ZONES))
+    return [path for path in candidates if read_text(path / "type") is not None]
+
+
+def _scope(name: str) -> Scope:
+    text = name.lower()
+    if _SKIN.search(text):
+        return "skin"
+    if _BATTERY.search(text):
+        return "battery"
+    return "die" if _SILICON.search(text) and not _NOT_SILICON.search(text) else "device"
