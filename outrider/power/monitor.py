@@ -46,7 +46,16 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "memory_pressure": (0.0, 100.0),
 }
 _DIE_SCOPES = ("die", "package", "core", "soc")
-_POWER_RANKS = {"module": 0, "device": 0, "package": 1, "soc": 1, "rail": 2, "core": 2, "battery": 3}
+_POWER_RANKS = {
+    "module": 0,
+    "device": 0,
+    "soc": 1,
+    "package": 2,
+    "rail": 3,
+    "core": 3,
+    "memory": 3,
+    "battery": 4,
+}
 _METHOD_RANKS = {"estimated": 10, "simulated": 20}
 
 log = logging.getLogger(__name__)
@@ -65,14 +74,19 @@ def distill(readings: Iterable[Reading], now_s: float, periods: Mapping[str, flo
 
     Of each source and quantity the newest plausible reading counts, and only while it is at most 3 of its
     source's `periods` old (s, by source; default 1 s). None, NaN and implausible figures never count.
+    `stale` names what was known and is not, since sources fell silent; a source that says why it has no
+    value is not silent, it takes its word back.
     """
+    readings = list(readings)
     newest = _newest(readings)
+    withdrawn = {(r.source, r.quantity): r.time_s for r in readings if not plausible(r)}
     periods = periods or {}
     fresh = [
         reading
         for reading in newest.values()
         if abs(now_s - reading.time_s) <= STALE_PERIODS * periods.get(reading.source, DEFAULT_PERIOD_S) + 1e-9
     ]
+    silent = {q for (source, q), r in newest.items() if withdrawn.get((source, q), -math.inf) < r.time_s}
     by = {quantity: [r for r in fresh if r.quantity == quantity] for quantity in _RANGES}
     power = choose_power(by["power"])
     charging = _largest(by["charging"])
@@ -90,7 +104,7 @@ def distill(readings: Iterable[Reading], now_s: float, periods: Mapping[str, flo
         charging=None if charging is None else charging > 0,
         memory_available_mb=_memory_available(fresh),
         memory_pressure_percent=_largest(by["memory_pressure"]),
-        stale=tuple(sorted({reading.quantity for reading in newest.values()} - {r.quantity for r in fresh})),
+        stale=tuple(sorted(silent - {reading.quantity for reading in fresh})),
     )
 
 
@@ -103,7 +117,7 @@ def choose_power(readings: Iterable[Reading]) -> Reading | None:
     """
 
     def rank(reading: Reading) -> tuple[int, bool, str]:
-        trust = _POWER_RANKS.get(reading.scope, 4) + _METHOD_RANKS.get(reading.method, 0)
+        trust = _POWER_RANKS.get(reading.scope, 5) + _METHOD_RANKS.get(reading.method, 0)
         return trust, reading.source.startswith("nvml"), reading.source
 
     known = [r for r in readings if r.quantity == "power" and plausible(r)]
@@ -269,7 +283,7 @@ class Monitor:
         """What the readings so far say about now."""
         self._supervise()
         with self._lock:
-            readings, periods = list(self._good.values()), dict(self.periods)
+            readings, periods = [*self._good.values(), *self._newest.values()], dict(self.periods)
         return distill(readings, self._clock(), periods)
 
     def readings(self) -> list[Reading]:
@@ -285,14 +299,20 @@ class Monitor:
         return self
 
     def stop(self) -> None:
-        """End the thread and wait for it; a thread that a blocked read holds is left behind and logged."""
+        """End the thread and wait for it, and close what sensors hold open (those with a `close`).
+
+        A thread that a blocked read holds is left behind and logged.
+        """
         thread, self._thread = self._thread, None
         self._stop.set()
-        if thread is None:
-            return
-        thread.join(BLOCKED_S)
-        if thread.is_alive():
-            log.warning("a sensor did not return within %g s; its thread is left behind", BLOCKED_S)
+        if thread is not None:
+            thread.join(BLOCKED_S)
+            if thread.is_alive():
+                log.warning("a sensor did not return within %g s; its thread is left behind", BLOCKED_S)
+        for sensor in self.sensors:
+            close = getattr(sensor, "close", None)
+            if close is not None:
+                close()
 
     def __enter__(self) -> Monitor:
         return self.start()
@@ -347,12 +367,13 @@ class Monitor:
 
     def _keep(self, readings: Sequence[Reading], slot: _Slot) -> None:
         own: Mapping[str, float] = getattr(slot.sensor, "periods", {})
+        direct = {r.source for r in readings if r.quantity == "power" and plausible(r)}
         with self._lock:
             for reading in readings:
                 period_s = max(slot.period_s, own.get(reading.source, 0.0))
                 self.periods[reading.source] = period_s
                 self._keep_one(reading)
-                if reading.quantity == "energy" and plausible(reading):
+                if reading.quantity == "energy" and plausible(reading) and reading.source not in direct:
                     rate = self._rates.power(reading, period_s)
                     if rate is not None:
                         self._keep_one(rate)

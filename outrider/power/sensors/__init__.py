@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
+from outrider.power.sensors.android import Kgsl, ThermalService
+from outrider.power.sensors.apple import Powermetrics, ThermalState
 from outrider.power.sensors.battery import Battery
 from outrider.power.sensors.cpufreq import Cpufreq, IntelThrottle
 from outrider.power.sensors.hwmon import Hwmon
 from outrider.power.sensors.ina import Ina
 from outrider.power.sensors.memory import Memory
+from outrider.power.sensors.nvml import Nvml
 from outrider.power.sensors.rapl import Rapl
 from outrider.power.sensors.raspberrypi import RaspberryPi
 from outrider.power.sensors.system import Sensor, System
@@ -36,6 +39,11 @@ SOURCES: tuple[_Source, ...] = (
     IntelThrottle,
     Memory,
     Battery,
+    ThermalService,
+    Kgsl,
+    Powermetrics,
+    ThermalState,
+    Nvml,
 )
 """Every kind of source; `find` gives the sensors of one that this machine has, readable or not."""
 
