@@ -1,7 +1,6 @@
-"""A scripted day for a device: phases of ambient temperature, charging, other apps, memory, and use.
+"""What happens around a simulated device: ambient temperature, chargers, other apps, and what the user asks for.
 
-A scenario is a TOML file; some ship with the package (`SCENARIOS`). It says what happens to the device and
-within which constraints it must stay, not what device it is.
+A scenario is a frozen record, or a TOML file with the same fields and `[[events]]`; see `read_scenario`.
 """
 
 from __future__ import annotations
@@ -10,108 +9,129 @@ import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from outrider.errors import UsageError
 from outrider.records import decode
 
-__all__ = ["SCENARIOS", "Constraints", "Phase", "Scenario", "load_scenario", "parse_scenario"]
+__all__ = ["SCENARIOS", "Event", "Scenario", "load_scenario", "read_scenario"]
 
 _FOLDER = Path(__file__).parent / "scenarios"
 
 SCENARIOS = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
-"""Names of the scenarios that ship with the package."""
+"""Names of the scenarios that ship with Outrider."""
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A stretch of time in which nothing changes from outside.
+class Event:
+    """From `at_s` on, what is given here holds; None leaves it as it was.
 
-    `app_w` is what other apps draw, heat included; `app_share` the share of compute and memory bandwidth that
-    they take (decoding slows by it); `memory_mb` is what others hold. `use` False: nobody asks for text.
+    `load_w` and `bandwidth_taken` (a share of DRAM bandwidth) are other apps'; `charge_w` goes into the
+    battery; `memory_taken_mb` and `memory_pressure_percent` are of other apps too. `category` is the kind of
+    text that is asked for. `ask` False: nobody asks for text, and the device rests.
     """
 
-    minutes: float
-    ambient_c: float = 25.0
-    charging: bool = False
-    app_w: float = 0.0
-    app_share: float = 0.0
-    memory_mb: float = 0.0
-    use: bool = True
-    label: str = ""
+    at_s: float
+    ambient_c: float | None = None
+    load_w: float | None = None
+    bandwidth_taken: float | None = None
+    charge_w: float | None = None
+    memory_taken_mb: float | None = None
+    memory_pressure_percent: float | None = None
+    category: str | None = None
+    ask: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range, naming the field and the value seen."""
+        """Refuse what cannot be."""
         bounds = {
-            "minutes": (self.minutes, 1e-3, 24 * 60.0),
-            "ambient_c": (self.ambient_c, -30.0, 60.0),
-            "app_w": (self.app_w, 0.0, 100.0),
-            "app_share": (self.app_share, 0.0, 0.95),
-            "memory_mb": (self.memory_mb, 0.0, 1e6),
+            "at_s": (self.at_s, 0.0, 1e7),
+            "ambient_c": (self.ambient_c, -40.0, 70.0),
+            "load_w": (self.load_w, 0.0, 1000.0),
+            "bandwidth_taken": (self.bandwidth_taken, 0.0, 0.95),
+            "charge_w": (self.charge_w, 0.0, 500.0),
+            "memory_taken_mb": (self.memory_taken_mb, 0.0, 1e7),
+            "memory_pressure_percent": (self.memory_pressure_percent, 0.0, 100.0),
         }
         for name, (value, low, high) in bounds.items():
-            if not low <= value <= high:
-                raise UsageError(f"{name} is {value}; it must be between {low:g} and {high:g}")
-
-
-@dataclass(frozen=True)
-class Constraints:
-    """What every policy must keep; None: nothing beyond what the device itself does."""
-
-    objective: Literal["latency", "energy", "balanced"] = "latency"
-    power_cap_w: float | None = None
-    temp_limit_c: float | None = None
-    battery_floor_percent: float | None = None
+            if value is not None and not low <= value <= high:
+                raise UsageError(f"event: {name} is {value}; it must be between {low:g} and {high:g}")
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Phases in order. `device` is the profile to use where none is named."""
+    """One simulated run: a device in a place, for a while, with a goal and what happens meanwhile.
+
+    `device` is a slug or a path. `spread` is how far the specimen differs from its profile (0.15: each
+    figure by up to 15 %), drawn by `seed`, which also draws noise. The device starts at rest in `ambient_c`,
+    plus `preheated_w` for ever before. `temp_limit_c` bounds the die, `skin_limit_c` the case.
+    """
 
     name: str
-    phases: tuple[Phase, ...]
-    device: str = "snapdragon-8-gen3"
-    battery_percent: float = 80.0
-    constraints: Constraints = Constraints()
+    device: str
+    duration_s: float
+    ambient_c: float = 25.0
+    seed: int = 0
+    spread: float = 0.15
+    category: str | None = None  # of the acceptance trace; None: all of it in turn
+    objective: str = "latency"
+    power_cap_w: float | None = None
+    temp_limit_c: float | None = None
+    skin_limit_c: float | None = None
+    battery_percent: float = 100.0
+    battery_floor_percent: float | None = None
+    preheated_w: float = 0.0
+    events: tuple[Event, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a scenario in which nothing happens."""
-        if not self.phases:
-            raise UsageError("there is no [[phases]]; a scenario needs at least one")
-        if not any(phase.use for phase in self.phases):
-            raise UsageError("no phase has use = true; nothing would ever be decoded")
-        if not 0.0 <= self.battery_percent <= 100.0:
-            raise UsageError(f"battery_percent is {self.battery_percent}; it must be between 0 and 100")
+        """Refuse values outside their range, and events out of order."""
+        bounds = {
+            "duration_s": (self.duration_s, 1e-3, 1e7),
+            "ambient_c": (self.ambient_c, -40.0, 70.0),
+            "spread": (self.spread, 0.0, 0.9),
+            "power_cap_w": (self.power_cap_w, 1e-3, 10_000.0),
+            "temp_limit_c": (self.temp_limit_c, 0.0, 150.0),
+            "skin_limit_c": (self.skin_limit_c, 0.0, 150.0),
+            "battery_percent": (self.battery_percent, 0.0, 100.0),
+            "battery_floor_percent": (self.battery_floor_percent, 0.0, 100.0),
+            "preheated_w": (self.preheated_w, 0.0, 1000.0),
+        }
+        for name, (value, low, high) in bounds.items():
+            if value is not None and not low <= value <= high:
+                raise UsageError(f"scenario {self.name}: {name} is {value}; expected {low:g} to {high:g}")
+        if self.objective not in ("latency", "energy", "balanced"):
+            raise UsageError(f"objective {self.objective!r} is not known; known: latency, energy, balanced")
+        times = [event.at_s for event in self.events]
+        if times != sorted(times):
+            raise UsageError(f"scenario {self.name}: events are at {times} s; put them in order of time")
 
-    @property
-    def seconds(self) -> float:
-        """How long it lasts."""
-        return sum(60.0 * phase.minutes for phase in self.phases)
+    def category_at(self, time_s: float) -> str | None:
+        """The kind of text that is asked for at a time since the start."""
+        named = [e.category for e in self.events if e.at_s <= time_s and e.category is not None]
+        return named[-1] if named else self.category
+
+    def asked_at(self, time_s: float) -> bool:
+        """Whether text is asked for at a time since the start."""
+        told = [event.ask for event in self.events if event.at_s <= time_s and event.ask is not None]
+        return told[-1] if told else True
 
 
-def parse_scenario(text: str, where: str) -> Scenario:
-    """Read a scenario from TOML. Raises UsageError naming `where` and the field."""
+def read_scenario(path: str | os.PathLike[str]) -> Scenario:
+    """A scenario from a TOML file. Raises UsageError naming the file and the field."""
     try:
-        raw = tomllib.loads(text)
+        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{where} is not valid TOML: {error}") from None
-    scenario: Scenario = decode(Scenario, raw, f"{where}: scenario", UsageError)
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the scenario {path} cannot be read: {error}") from None
+    scenario: Scenario = decode(Scenario, {"name": Path(path).stem, **raw}, str(path), UsageError)
     return scenario
 
 
 def load_scenario(name: str | os.PathLike[str]) -> Scenario:
-    """A scenario by its name, or by path (ends in .toml).
-
-    Raises UsageError for an unknown name (listing the known ones) or a faulty file.
-    """
+    """A scenario by its name, or by path (ends in .toml). Raises UsageError, listing the known names."""
     text = os.fspath(name)
-    if not text.endswith(".toml") and text not in SCENARIOS:
+    if text.endswith(".toml"):
+        return read_scenario(text)
+    if text not in SCENARIOS:
         known = ", ".join(SCENARIOS)
         raise UsageError(f"unknown scenario {text!r}; known: {known}; or a path ending in .toml")
-    path = Path(text) if text.endswith(".toml") else _FOLDER / f"{text}.toml"
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"the scenario {path} cannot be read: {reason}") from None
-    return parse_scenario(content, path.name)
+    return read_scenario(_FOLDER / f"{text}.toml")

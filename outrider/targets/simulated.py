@@ -1,0 +1,357 @@
+"""A simulated device: work takes the time, energy and heat that physics says, on a virtual clock.
+
+Nothing that comes from here was measured: whatever shows such a figure says "simulated".
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from outrider.contracts import (
+    BoolArray,
+    Float32Array,
+    Graph,
+    IntArray,
+    LogitsRequest,
+    Output,
+)
+from outrider.errors import UsageError
+from outrider.manifest import GraphEntry
+from outrider.targets.device import Device, Figure
+from outrider.targets.fake import VirtualClock
+from outrider.targets.physics import (
+    Rates,
+    Temperatures,
+    Work,
+    battery_percent,
+    dynamic_power,
+    next_level,
+    roofline_time,
+    steady_state,
+    step_temperatures,
+)
+from outrider.targets.scenario import Event
+
+__all__ = [
+    "DRAFT_COST",
+    "TARGET_COST",
+    "Machine",
+    "ModelCost",
+    "SimulatedGraph",
+    "model_cost",
+    "perturbed",
+]
+
+CHARGE_LOSS = 0.1  # of a charger's power: heats the case
+SYSTEM_MEMORY_SHARE = 0.3  # of all memory: the system and what it always runs
+_TINY = 1e-9  # s; float noise of adding up times
+_SPECIMEN = {
+    *("bandwidth_gb_s", "sustained_gops", "busy_w", "pj_per_op", "launch_ms"),
+    *("idle_w", "static_w", "dram_pj_per_byte"),
+    *("die_c_per_w", "die_tau_s", "case_c_per_w", "case_tau_s"),
+}
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What a forward of a model moves and computes.
+
+    Every forward streams `weight_bytes`, and `kv_bytes` for every position that it sees; a token takes `ops`
+    (2 a weight).
+    """
+
+    weight_bytes: float
+    ops: float
+    kv_bytes: float = 0.0
+    resident_mb: float = 0.0
+
+    def work(self, width: int, length: int = 0) -> Work:
+        """A forward of `width` tokens behind `length`."""
+        return Work(self.weight_bytes + self.kv_bytes * (length + width), self.ops * width)
+
+
+TARGET_COST = ModelCost(1.220e9, 3.09e9, 57_344, 1483)
+"""Qwen2.5-Coder-1.5B as `outrider export` packs it (int4, 8-bit head, float32 cache): bytes of its graph."""
+DRAFT_COST = ModelCost(0.505e9, 0.99e9, 24_576, 658)
+"""The same of Qwen2.5-Coder-0.5B."""
+
+_BITS = {"int4": 4.5, "int8": 8.5, "float16": 16.0, "float32": 32.0}  # a weight, with its scales
+
+
+def model_cost(entry: GraphEntry) -> ModelCost:
+    """The cost of a bundle's graph, from its manifest alone: an estimate, since no file is opened.
+
+    All bytes of the graph's files count but those of a separate embedding; weights are bytes by the bits of
+    the recipe. Raises UsageError for a recipe without a known size.
+    """
+    named = next((bits for name, bits in _BITS.items() if entry.recipe.startswith(name)), None)
+    if named is None:
+        raise UsageError(
+            f"no weight size is known for the recipe {entry.recipe!r}; known: {', '.join(_BITS)}"
+        )
+    data = {n: f.bytes for n, f in entry.files.items() if n != entry.embedding_file and ".onnx" in n}
+    nbytes = float(sum(data.values()) or sum(f.bytes for f in entry.files.values()))
+    width = 2 if entry.kv.dtype == "float16" else 1 if "int8" in entry.kv.dtype else 4
+    kv_bytes = 2.0 * entry.kv.layers * entry.kv.heads * entry.kv.head_dim * width
+    return ModelCost(nbytes, 2.0 * nbytes * 8.0 / named, kv_bytes, nbytes / 1e6)
+
+
+def perturbed(device: Device, seed: int, spread: float = 0.15) -> Device:
+    """One specimen of a device: its rates, energies and thermal constants each off by up to `spread`.
+
+    Whoever controls the specimen knows only the profile. Limits, trips and clocks are as designed.
+    """
+    if not 0.0 <= spread < 1.0:
+        raise UsageError(f"spread is {spread}; it must be from 0 to below 1")
+    rng = random.Random(seed)
+
+    def vary(name: str, figure: Figure) -> Figure:
+        if name not in _SPECIMEN:
+            return figure
+        return figure.scaled(1.0 + rng.uniform(-spread, spread), f"simulated specimen {seed}")
+
+    changed: Device = _map_figures(device, "", vary)
+    return changed
+
+
+def _map_figures(record: Any, name: str, change: Callable[[str, Figure], Figure]) -> Any:
+    if isinstance(record, Figure):
+        return change(name, record)
+    if is_dataclass(record) and not isinstance(record, type):
+        parts = {f.name: _map_figures(getattr(record, f.name), f.name, change) for f in fields(record)}
+        return replace(record, **parts)
+    if isinstance(record, dict):
+        return {key: _map_figures(part, key, change) for key, part in record.items()}
+    return record
+
+
+class Machine:
+    """One device that works, warms, throttles and drains on a `VirtualClock`.
+
+    `device` holds its true figures (see `perturbed`). It starts at rest in `ambient_c`, or where
+    `preheated_w` would have brought it. `events` come at their times since the start. `jitter` is the
+    relative standard deviation of how long a forward takes. Everything is fixed by `seed`.
+
+    Work is done in steps that end at throttle polls and events; power is constant within a step, so heat is
+    exact. Time that passes on the clock by other hands counts as rest.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        ambient_c: float = 25.0,
+        seed: int = 0,
+        clock: VirtualClock | None = None,
+        events: Sequence[Event] = (),
+        battery: float = 100.0,
+        preheated_w: float = 0.0,
+        jitter: float = 0.01,
+    ) -> None:
+        self.device = device
+        self.clock = clock or VirtualClock()
+        self.ambient_c = ambient_c
+        self.load_w = self.bandwidth_taken = self.charge_w = 0.0
+        self.memory_taken_mb = self.memory_pressure_percent = 0.0
+        self.level = 0
+        self.energy_j = 0.0
+        self.busy_s = 0.0
+        self.idle_w, self.static_w = float(device.idle_w), float(device.static_w)
+        self.network, self.policy = device.network(), device.throttle_policy()
+        self.temperatures = steady_state(self.network, max(self.idle_w, preheated_w), ambient_c)
+        self.peak = self.temperatures
+        capacity_wh = device.battery_wh
+        self.battery_capacity_j = 3600.0 * capacity_wh if capacity_wh is not None else math.inf
+        self.battery_j = battery / 100.0 * self.battery_capacity_j
+        self._held: dict[str, float] = {}
+        self._rates: dict[tuple[str | None, str | None], Rates] = {}
+        self._events = list(events)
+        self._rng = random.Random(seed)
+        self._jitter = jitter
+        self._start_s = self._time_s = self.clock()
+        self._polls = 0
+        self._power_w = self.idle_w
+        self._settle()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the machine was made."""
+        return self.clock() - self._start_s
+
+    @property
+    def power_w(self) -> float:
+        """What is drawn in the latest step, other apps included."""
+        return self._power_w
+
+    @property
+    def clock_ratio(self) -> float:
+        """The units' clock, as a share of the full one."""
+        return self.policy.clock_steps[self.level]
+
+    @property
+    def memory_clock_ratio(self) -> float:
+        """The memory's clock, as a share of the full one."""
+        return self.policy.memory_steps[self.level]
+
+    @property
+    def battery(self) -> float | None:
+        """How full the battery is, %; None without one."""
+        if math.isinf(self.battery_capacity_j):
+            return None
+        return battery_percent(self.battery_j, self.battery_capacity_j)
+
+    @property
+    def memory_available_mb(self) -> float:
+        """What is left after the system, other apps and what is held."""
+        own = 1e3 * self.device.memory_gb * (1.0 - SYSTEM_MEMORY_SHARE)
+        return max(0.0, own - self.memory_taken_mb - sum(self._held.values()))
+
+    def hold(self, name: str, megabytes: float) -> None:
+        """Take memory, for a model that is loaded."""
+        self._held[name] = megabytes
+
+    def release(self, name: str) -> None:
+        """Give back what `name` holds; nothing happens when it holds nothing."""
+        self._held.pop(name, None)
+
+    def rates(self, unit: str | None = None, precision: str | None = None) -> Rates:
+        """The unit's true rates at its full clock."""
+        key = (unit, precision)
+        if key not in self._rates:
+            self._rates[key] = self.device.rates(unit, precision)
+        return self._rates[key]
+
+    def execute(self, unit: str | None, work: Work, precision: str | None = None) -> float:
+        """Do one forward on a unit (None: the device's decode unit); returns the seconds that it took."""
+        self.catch_up()
+        rates = self.rates(unit, precision)
+        slower = math.exp(self._rng.gauss(0.0, self._jitter)) if self._jitter else 1.0
+        begin, left = self.clock(), 1.0
+        while left > _TINY:
+            seconds = slower * roofline_time(
+                work, rates, self.clock_ratio, self.memory_clock_ratio, 1.0 - self.bandwidth_taken
+            )
+            power = self.static_w + dynamic_power(work, seconds, rates, self.clock_ratio)
+            span = min(left * seconds, self._until_next())
+            self._advance(span, power)
+            left -= span / seconds
+        self.busy_s += self.clock() - begin
+        return self.clock() - begin
+
+    def idle(self, seconds: float) -> None:
+        """Rest; this is the `sleep` of whoever paces itself."""
+        self.catch_up()
+        end = self.clock() + seconds
+        while (left := end - self.clock()) > _TINY:
+            self._advance(min(left, self._until_next()), self.idle_w)
+
+    def catch_up(self) -> None:
+        """Count time that others let pass on the clock as rest."""
+        behind = self.clock() - self._time_s
+        if behind > _TINY:
+            self.clock.now_s = self._time_s
+            end = self._time_s + behind
+            while (left := end - self.clock()) > _TINY:
+                self._advance(min(left, self._until_next()), self.idle_w)
+
+    def _until_next(self) -> float:
+        """Seconds to the next throttle poll or event, whichever is first; above 0."""
+        next_s = (self._polls + 1) * self.policy.poll_s
+        if self._events:
+            next_s = min(next_s, self._events[0].at_s)
+        return max(next_s - (self._time_s - self._start_s), _TINY)
+
+    def _advance(self, seconds: float, own_w: float) -> None:
+        """Let time pass at constant power."""
+        total_w = own_w + self.load_w
+        self._power_w = total_w
+        lost_w = CHARGE_LOSS * self.charge_w
+        now = step_temperatures(
+            self.network, self.temperatures, total_w, self.ambient_c, seconds, case_w=lost_w
+        )
+        self.temperatures = now
+        self.energy_j += total_w * seconds
+        gained_j = (self.charge_w - lost_w - total_w) * seconds
+        self.battery_j = min(self.battery_capacity_j, max(0.0, self.battery_j + gained_j))
+        self.clock.advance(seconds)
+        self._time_s = self.clock()
+        if now.die_c > self.peak.die_c or now.case_c > self.peak.case_c:
+            self.peak = Temperatures(max(now.die_c, self.peak.die_c), max(now.case_c, self.peak.case_c))
+        self._settle()
+
+    def _settle(self) -> None:
+        """What happens at this very moment: events first, then the throttle poll."""
+        elapsed = self._time_s - self._start_s + _TINY
+        while self._events and self._events[0].at_s <= elapsed:
+            self._apply(self._events.pop(0))
+        while (self._polls + 1) * self.policy.poll_s <= elapsed:
+            self._polls += 1
+            self.level = next_level(self.policy, self.level, self.temperatures)
+
+    def _apply(self, event: Event) -> None:
+        names = ("ambient_c", "load_w", "bandwidth_taken", "charge_w", "memory_taken_mb")
+        for name in (*names, "memory_pressure_percent"):
+            value = getattr(event, name)
+            if value is not None:
+                setattr(self, name, value)
+
+
+class SimulatedGraph:
+    """A real graph for its tokens, a `Machine` for its time, energy and heat.
+
+    `cost` is what a forward takes; a narrower forward runs at the compiled width above it.
+    """
+
+    def __init__(
+        self,
+        inner: Graph,
+        machine: Machine,
+        cost: ModelCost,
+        unit: str | None = None,
+        precision: str | None = None,
+    ) -> None:
+        machine.rates(unit, precision)
+        self.inner = inner
+        self.machine = machine
+        self.cost = cost
+        self.unit = unit
+        self.precision = precision
+        self.vocab_size = inner.vocab_size
+        self.max_context = inner.max_context
+        self.widths = inner.widths
+        self.hidden_layers = inner.hidden_layers
+
+    @property
+    def length(self) -> int:
+        """Tokens committed to the KV cache."""
+        return self.inner.length
+
+    def forward(
+        self,
+        tokens: Sequence[int] | IntArray,
+        positions: IntArray | None = None,
+        mask: BoolArray | None = None,
+        logits: LogitsRequest = "all",
+        hidden: tuple[int, ...] = (),
+        features: Float32Array | None = None,
+    ) -> Output:
+        """Run the real graph, and let the machine spend what it would take there."""
+        output = self.inner.forward(tokens, positions, mask, logits, hidden, features)
+        width = min((w for w in self.widths or () if w >= len(tokens)), default=len(tokens))
+        self.machine.execute(self.unit, self.cost.work(width, self.inner.length), self.precision)
+        return output
+
+    def commit(self, rows: Sequence[int] | IntArray) -> None:
+        """Keep these rows of the last forward, in this order."""
+        self.inner.commit(rows)
+
+    def truncate(self, length: int) -> None:
+        """Forget everything from position `length` on."""
+        self.inner.truncate(length)
+
+    def close(self) -> None:
+        """Close the real graph."""
+        self.inner.close()
