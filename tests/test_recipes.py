@@ -12,6 +12,7 @@ from outrider.quantize.calibration import GPTQ_INPUTS, calibrated_scheme, needed
 from outrider.quantize.pack import pack
 from outrider.quantize.recipes import (
     RECIPES,
+    check_overrides,
     check_role,
     format_scheme,
     get_recipe,
@@ -58,6 +59,30 @@ def test_schemes_have_a_text_form(text: str, scheme: object) -> None:
 def test_texts_that_name_no_scheme_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_scheme(text)
+
+
+SLOTS = ["embedding", *(f"layers.{n}.{part}" for n in range(2) for part in ("qkv", "down")), "head"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "layers.*.dwn=int8",
+            r"'layers\.\*\.dwn' matches no slot of the draft.*Did you mean layers\.\*\.down",
+        ),
+        ("head=fp16, heads=int8", r"'heads' matches no slot.*which has embedding, .*Did you mean head\?"),
+        ("layers.7.qkv=int8", r"'layers\.7\.qkv' matches no slot"),
+        ("emb*=int8-dynamic", "a lookup has no activation"),
+    ],
+)
+def test_an_override_without_effect_is_refused_with_near_names(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_overrides(parse_overrides(text), SLOTS, "draft")
+
+
+def test_an_override_with_an_effect_is_let_through() -> None:
+    check_overrides(parse_overrides("layers.1.*=int8, head=int8-dynamic"), SLOTS, "draft")
 
 
 def test_overrides_win_in_order() -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import ExportError, MissingExtraError, TokenizerMismatch, UsageError
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
-from outrider.export.slots import SlotWeights
+from outrider.export.slots import SlotWeights, matrix_slots
 from outrider.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -36,7 +36,13 @@ from outrider.manifest import (
     token_map_hash,
     write_manifest,
 )
-from outrider.quantize.recipes import check_role, get_recipe, parse_overrides, with_overrides
+from outrider.quantize.recipes import (
+    check_overrides,
+    check_role,
+    get_recipe,
+    parse_overrides,
+    with_overrides,
+)
 
 if TYPE_CHECKING:
     from outrider.export.onnx import GraphReport
@@ -122,8 +128,9 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> E
         }
         if "draft" in checkpoints:
             refuse_mismatch(checkpoints["target"].tokenizer, checkpoints["draft"].tokenizer)
-        for checkpoint in checkpoints.values():
+        for role, checkpoint in checkpoints.items():
             _check_context(checkpoint, options.max_context)
+            check_overrides(parse_overrides(roles[role].overrides), matrix_slots(checkpoint.config), role)
         report = ExportReport(options.output)
         tokenizer = _write_tokenizer(folder, checkpoints["target"].tokenizer)
         entries: dict[str, RoleEntry] = {}

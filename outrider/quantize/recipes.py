@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Literal, cast
 
 from outrider.errors import UsageError
@@ -21,6 +23,7 @@ from outrider.quantize.schemes import (
 
 __all__ = [
     "RECIPES",
+    "check_overrides",
     "check_role",
     "format_scheme",
     "get_recipe",
@@ -93,6 +96,23 @@ def check_role(recipe: Recipe, role: str) -> None:
             f"recipe {recipe.name!r} quantizes activations with one scale per forward (int8-dynamic), "
             "which lets rows of a verify change each other: it is for drafts only. Choose int8 for the target"
         )
+
+
+def check_overrides(overrides: Overrides, slots: Sequence[str], role: str) -> None:
+    """Refuse a pattern that matches no slot of the model, and schemes that a slot cannot have."""
+    for pattern, scheme in overrides:
+        found = [slot for slot in slots if fnmatchcase(slot, pattern)]
+        if not found:
+            kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", slot) for slot in slots))
+            near = get_close_matches(pattern, dict.fromkeys([*kinds, *slots]), n=3)
+            hint = f". Did you mean {' or '.join(near)}?" if near else ""
+            raise UsageError(
+                f"override {pattern!r} matches no slot of the {role}, which has {', '.join(kinds)}{hint}"
+            )
+        if isinstance(scheme, DynamicInt8) and "embedding" in found:
+            raise UsageError(
+                f"override {pattern!r} gives the embedding int8-dynamic: a lookup has no activation to quantize"
+            )
 
 
 def parse_scheme(text: str) -> AnyScheme:
