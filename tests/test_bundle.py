@@ -19,7 +19,6 @@ import pytest
 
 import outrider
 from outrider.errors import (
-    CheckpointError,
     ExportError,
     MissingExtraError,
     OutriderError,
@@ -236,8 +235,11 @@ def test_what_would_not_be_lossless_or_is_unknown_is_refused(
         export_tiny(out, (target, "int4"), widths=(1, 2))
     with pytest.raises(UsageError, match=r"hidden layers \[2\] do not exist"):
         export_tiny(out, (target, "int4"), hidden_layers=(2,))
-    with pytest.raises(CheckpointError, match="no file, folder, hub id"):
+    with pytest.raises(UsageError, match="no file, folder, hub id"):
         export_tiny(out, (Path("nowhere"), "int4"))
+    role = RoleOptions(str(target), "int4", overrides="layers.*.dwn=int8")
+    with pytest.raises(UsageError, match=r"'layers\.\*\.dwn' matches no slot of the target"):
+        export_bundle(ExportOptions(role, out, max_context=256))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -459,12 +459,12 @@ def test_a_folder_without_tokenizer_json_opens_but_has_no_tokenizer(folder: Path
 
 
 def test_what_is_no_model_is_refused_with_the_catalog(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no-such.*smollm2-135m-q4_1"):
+    with pytest.raises(UsageError, match=r"no-such.*smollm2-135m-q4_1"):
         open_checkpoint("no-such")
-    with pytest.raises(CheckpointError, match=r"missing\.gguf"):
+    with pytest.raises(UsageError, match=r"missing\.gguf"):
         open_checkpoint(tmp_path / "missing.gguf")
     (tmp_path / "x.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"config\.json.*x\.gguf"):
+    with pytest.raises(UsageError, match=r"config\.json.*x\.gguf"):
         open_checkpoint(tmp_path)
 
 

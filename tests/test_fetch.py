@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from outrider.cli.fetch import command
-from outrider.errors import FetchError
+from outrider.errors import FetchError, UsageError
 from outrider.export import catalog
 from outrider.export.catalog import CATALOG, CatalogEntry, Mirror
 from outrider.export.checkpoint import sha256_of
@@ -254,15 +254,15 @@ def test_the_hub_comes_first_and_its_file_is_checked(
 def test_a_licence_has_to_be_accepted_by_name(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, entry(1, ask_for="gemma", licence="Gemma Terms"))
     for accepted in (None, "other"):
-        with pytest.raises(FetchError, match=r"Gemma Terms.*--accept-license gemma"):
+        with pytest.raises(UsageError, match=r"Gemma Terms.*--accept-license gemma"):
             fetch("tiny", accept_license=accepted)
     assert fetch("tiny", accept_license="gemma").read_bytes() == PARTS[0]
 
 
 def test_unknown_names_and_mirrors_list_the_known_ones() -> None:
-    with pytest.raises(FetchError, match=r"nothing.*smollm2-135m-q4_1"):
+    with pytest.raises(UsageError, match=r"nothing.*smollm2-135m-q4_1"):
         fetch("nothing")
-    with pytest.raises(FetchError, match=r"ftp.*pypi"):
+    with pytest.raises(UsageError, match=r"ftp.*pypi"):
         fetch("smollm2-135m-q4_1", mirror="ftp")
 
 

@@ -249,7 +249,9 @@ def test_a_file_that_onnxruntime_cannot_read_is_passed_over_with_its_reason(bund
     edit(bundle, lambda m: {"roles": {"target": RoleEntry((described,))}})
     with pytest.raises(BackendError, match=r"no graph of the target can run here\. target\.bin"):
         outrider.load(bundle)
-    with pytest.raises(BackendError, match="execution provider NoProvider is not in this ONNX Runtime"):
+    with pytest.raises(BackendError, match="execution provider VitisAIExecutionProvider is not in this ONNX"):
+        outrider.load(bundle, target_providers=["VitisAIExecutionProvider"])
+    with pytest.raises(UsageError, match=r"unknown execution provider 'NoProvider'; known: .*CPUExecution"):
         outrider.load(bundle, target_providers=["NoProvider"])
     with pytest.raises(UsageError, match="provider options for 'Other', which is not among CPUExecution"):
         outrider.load(bundle, target_provider_options={"Other": {}})

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cli.options import ProgressBar, json_option, loading_options, open_pipeline, print_json
+from outrider.cli.options import (
+    ProgressBar,
+    existing_bundle,
+    json_option,
+    loading_options,
+    open_pipeline,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from outrider.contracts import Costs
@@ -17,7 +24,7 @@ __all__ = ["command"]
 
 
 @click.command(name="doctor")
-@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.argument("bundle", required=False, type=click.Path(path_type=Path), callback=existing_bundle)
 @loading_options
 @json_option
 def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:

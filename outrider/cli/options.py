@@ -21,6 +21,7 @@ __all__ = [
     "ProgressBar",
     "bundle_argument",
     "decoding_options",
+    "existing_bundle",
     "json_option",
     "loading_options",
     "open_pipeline",
@@ -31,7 +32,16 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
+
+def existing_bundle(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse a BUNDLE that is no folder (a callback of click)."""
+    if path is not None and not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {what}; give a folder made by `outrider export`")
+    return path
+
+
+bundle_argument = click.argument("bundle", type=click.Path(path_type=Path), callback=existing_bundle)
 json_option = click.option("--json", "as_json_text", is_flag=True, help="Print JSON instead of text.")
 
 _LOADING = [

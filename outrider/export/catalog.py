@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.errors import FetchError
+from outrider.errors import UsageError
 
 __all__ = ["CATALOG", "CatalogEntry", "Mirror", "catalog_entry"]
 
@@ -129,7 +129,7 @@ CATALOG: dict[str, CatalogEntry] = {entry.name: entry for entry in _ENTRIES}
 
 
 def catalog_entry(name: str) -> CatalogEntry:
-    """The entry of this name. Raises FetchError, listing the known names, for any other."""
+    """The entry of this name. Raises UsageError, listing the known names, for any other."""
     if name not in CATALOG:
-        raise FetchError(f"no model is called {name!r} in the catalog; known: {', '.join(CATALOG)}")
+        raise UsageError(f"no model is called {name!r} in the catalog; known: {', '.join(CATALOG)}")
     return CATALOG[name]

@@ -129,7 +129,8 @@ def open_checkpoint(
 
     An existing path comes first, then the catalog, then the hub. `revision` names a commit, branch or tag
     of a hub id and is refused for anything else. `mirror` and `progress` are those of `fetch`. Raises
-    CheckpointError (FetchError for downloads) saying what is wrong and what to do.
+    UsageError for a name that stands for nothing, CheckpointError (FetchError for downloads) saying what is
+    wrong and what to do.
     """
     name, path = str(model), Path(model).expanduser()
     on_hub = not path.exists() and name not in CATALOG
@@ -144,7 +145,7 @@ def open_checkpoint(
         opener = _open_folder if found.is_dir() else _open_gguf
         return opener(found, ("catalog", name, found.name if found.is_dir() else None))
     if not HUB_ID.fullmatch(name) or path.suffix == ".gguf":
-        raise CheckpointError(
+        raise UsageError(
             f"{name!r} is no file, folder, hub id (owner/name) or catalog name; "
             f"the catalog has: {', '.join(CATALOG)}"
         )
@@ -156,7 +157,7 @@ def _open_folder(folder: Path, origin: Origin) -> Checkpoint:
     if not (folder / "config.json").is_file():
         gguf = sorted(path.name for path in folder.glob("*.gguf"))
         hint = f"give one of its GGUF files: {', '.join(gguf[:5])}" if gguf else "it is no model folder"
-        raise CheckpointError(f"{folder} has no config.json; {hint}")
+        raise UsageError(f"{folder} has no config.json; {hint}")
     path = folder / "config.json"
     with _sound(path):
         config = config_from_json(read_json(path), str(path))

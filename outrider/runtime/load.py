@@ -257,6 +257,7 @@ def _open_onnxruntime(directory: str | os.PathLike[str], graph: GraphEntry, opti
     from outrider.targets.onnxruntime import OnnxGraph
 
     providers = tuple(options.providers or ("CPUExecutionProvider",))
+    _refuse_unknown_providers(providers)
     given = options.provider_options or {}
     stray = sorted(set(given) - set(providers))
     if stray:
@@ -269,6 +270,16 @@ def _open_onnxruntime(directory: str | os.PathLike[str], graph: GraphEntry, opti
         provider_options=[{key: str(v) for key, v in given.get(name, {}).items()} for name in providers],
         session_options=graph.options.get("session_options"),
     )
+
+
+def _refuse_unknown_providers(providers: Sequence[str]) -> None:
+    """A name that no build of ONNX Runtime has is a mistake; one that this build lacks is the machine's."""
+    import onnxruntime
+
+    known = dict.fromkeys([*onnxruntime.get_all_providers(), *onnxruntime.get_available_providers()])
+    for name in providers:
+        if name not in known:
+            raise UsageError(f"unknown execution provider {name!r}; known: {', '.join(known)}")
 
 
 def _onnx_meta(graph: GraphEntry) -> dict[str, Any]:
