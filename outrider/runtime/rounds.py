@@ -26,9 +26,12 @@ from outrider.contracts import (
     Sampling,
 )
 from outrider.errors import BackendError, ContextError, UsageError
+from outrider.power.governor import Directive
 from outrider.runtime import trace as tracing
 from outrider.runtime.context import Context, common_prefix
+from outrider.runtime.governed import Governed
 from outrider.runtime.judge import Judge
+from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import Observation, Planner
 from outrider.runtime.sampling import TokenLogprob
 from outrider.runtime.stats import Stats
@@ -54,7 +57,8 @@ def _backlog(drafter: Drafter, context: Context) -> int:
 class Request:
     """What one generation wants.
 
-    `k` is the draft length of every round, or "auto" for the planner's choice; 0 is plain decoding.
+    `k` is the draft length of every round, or "auto" for the planner's choice; 0 is plain decoding. A fixed k
+    is kept whatever the governor says; pauses that hold a limit come with any k.
     `drafter` names one drafter (None: any). `stop_ids` end the text; the stop token itself is the last
     one committed. `logprobs` None is off, 0 gives each token's own, n the n most likely as well.
     """
@@ -81,6 +85,7 @@ class Round:
     """What one round committed: 1..k+1 tokens, cut after the first stop token and at the limits.
 
     `finish_reason` is None while more can come. `stats` are the generation's counters, updated in place.
+    `directive` is what the governor asked for (None: nothing governs); the pause of `plan` follows the round.
     """
 
     tokens: tuple[int, ...]
@@ -94,6 +99,7 @@ class Round:
     draft_s: float
     verify_s: float
     stats: Stats
+    directive: Directive | None = None
 
 
 @dataclass
@@ -120,8 +126,9 @@ class Engine:
 
     `vocab_limit` is the size of the tokenizer: ids from there on are padding of the graph's vocabulary
     and never chosen. `near_tie` is the float noise of a logit, below which a decision counts as a near
-    tie. `planner` chooses k where a request says "auto" (default: a fresh one). The engine owns neither
-    the graphs nor the drafters' graphs: `close` them where they were opened.
+    tie. `planner` chooses k where a request says "auto" (default: a fresh one). `pacer` brings heat and power
+    into its choice; pauses that hold a limit call `sleep`. The engine owns neither the graphs nor the
+    drafters' graphs: `close` them where they were opened.
     """
 
     def __init__(
@@ -133,6 +140,8 @@ class Engine:
         prefill_chunk: int = 512,
         near_tie: float = 1e-3,
         clock: Callable[[], float] = time.perf_counter,
+        pacer: Pacer | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if vocab_limit is not None and not 0 < vocab_limit <= target.vocab_size:
             raise UsageError(f"vocab_limit is {vocab_limit}; the target has {target.vocab_size} ids")
@@ -144,6 +153,7 @@ class Engine:
         self._chunk = min(prefill_chunk, self._widest or prefill_chunk)
         self._near_tie = near_tie
         self._clock = clock
+        self._governed = Governed(pacer, self.drafters, clock, sleep)
         self._cached: list[int] = []  # tokens of the target's KV rows
         self._ticket = 0
 
@@ -222,12 +232,18 @@ class Engine:
         while finish is None:
             if run.ticket != self._ticket:
                 raise UsageError("another generation has started on this engine; this one cannot go on")
+            begin = self._clock()
             result = self._round(run)
             finish = result.finish_reason
+            ended = self._clock()
+            pace_s = result.plan.pace_s
             if run.stats.rounds == 1:
-                run.stats.ttft_s = self._clock() - started
+                run.stats.ttft_s = ended - started
                 run.stats.first_tokens = len(result.tokens)
+                pace_s = self._governed.rest_s(ended - begin)
             yield result
+            if finish is None:
+                run.stats.paced_s += self._governed.pause(pace_s, ended)
 
     def _prefill(self, run: _Run, progress: Progress | None) -> None:
         """Run the prompt up to its last chunk, which the first round folds in."""
@@ -237,8 +253,13 @@ class Engine:
         while total - self.target.length > self._chunk:
             start = self.target.length
             chunk = prompt[start : start + self._chunk]
+            self._governed.ask(self.planner, run.stats)
+            begin = self._clock()
             self.target.forward(chunk, logits="none")
             self._commit(chunk, range(len(chunk)))
+            ended = self._clock()
+            self._governed.saw(self._width(len(chunk)), None, 0, odd=True)
+            self._governed.pause(self._governed.rest_s(ended - begin), ended)
             if progress is not None:
                 progress(self.target.length, total)
         if progress is not None:
@@ -261,7 +282,8 @@ class Engine:
         begin = self._clock()
         context = run.context
         pending = context[self.target.length :]  # committed, not in the KV cache: the anchor, or a last chunk
-        plan = self._plan(run, len(pending))
+        directive = self._governed.ask(self.planner, run.stats)
+        plan = self._plan(run, len(pending), directive)
         drafting = self._clock()
         proposal = self._propose(run, plan)
         verifying = self._clock()
@@ -275,6 +297,7 @@ class Engine:
             run.trace.round(position, proposal, run.judge.judged, decision, plan)
         result = self._report(run, plan, len(proposal), decision, verifying - drafting, verified - verifying)
         self._account(run, result, len(pending), self._clock() - begin)
+        self._tell(run, result, len(pending))
         return result
 
     def _keep(self, run: _Run, pending: list[int], plan: Plan, decision: Decision, output: Output) -> None:
@@ -309,25 +332,32 @@ class Engine:
             draft_s,
             verify_s,
             run.stats,
+            self._governed.directive,
         )
 
-    def _plan(self, run: _Run, pending: int) -> Plan:
-        """Who drafts how much now, within what both contexts, the widths and the request allow."""
+    def _plan(self, run: _Run, pending: int, directive: Directive | None) -> Plan:
+        """Who drafts how much now, within what both contexts, the widths, the request and the governor allow."""
         request = run.request
         run.kinds, run.backlogs = {}, {}
         if pending > 1:
             return Plan(None, 0, "none", reason="prefill")
         most = min(run.remaining - 1, (self._widest or self.target.max_context) - 1)
         if request.k == 0 or most < 1:
-            return Plan(None, 0, "none", reason="no draft fits" if request.k else "k is 0")
+            plan = Plan(None, 0, "none", reason="no draft fits" if request.k else "k is 0")
+            return self._paced(plan, directive)
         names = [request.drafter] if request.drafter else list(self.drafters)
+        names = [name for name in names if getattr(self.drafters[name], "loaded", True)]
         run.kinds = self._kinds(run.context, names)
         run.backlogs = {name: _backlog(self.drafters[name], run.context) for name in run.kinds}
         if request.k == "auto":
-            return self.planner.plan(run.kinds, most, run.backlogs, run.remaining)
-        if not run.kinds:
-            return Plan(None, 0, "none", reason="nothing to propose")
-        return Plan(next(iter(run.kinds)), min(request.k, most), reason="fixed k")
+            return self.planner.plan(run.kinds, most, run.backlogs, run.remaining, directive)
+        plan = Plan(None, 0, "none", reason="nothing to propose")
+        if run.kinds:
+            plan = Plan(next(iter(run.kinds)), min(request.k, most), reason="fixed k")
+        return self._paced(plan, directive)
+
+    def _paced(self, plan: Plan, directive: Directive | None) -> Plan:
+        return plan if directive is None else self.planner.paced(plan, directive)
 
     def _kinds(self, context: Context, names: list[str]) -> dict[str, str]:
         """The drafters that can propose now, with the kind of proposal (see `LookupDrafter.kind`)."""
@@ -403,6 +433,12 @@ class Engine:
                 cut=result.finish_reason is not None,
             )
         )
+
+    def _tell(self, run: _Run, result: Round, pending: int) -> None:
+        """Let the governor know what ran; a last chunk and a draft that catches up are no usual work."""
+        drafter = result.plan.drafter
+        odd = pending > 1 or run.backlogs.get(drafter or "", 0) > 8
+        self._governed.saw(self._width(pending + result.drafted), drafter, result.drafted, odd)
 
     def _width(self, tokens: int) -> int:
         """The compiled width that a forward of so many tokens runs at."""

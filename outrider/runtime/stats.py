@@ -15,7 +15,9 @@ class Stats:
     """Counters of one generation. Drafted tokens after the first rejection were never evaluated.
 
     `evaluated_at[i]` and `accepted_at[i]` count draft position i (0 = first). Times are seconds of this
-    process, without the time that the consumer of the rounds took.
+    process, without the time that the consumer of the rounds took. `paced_s` was slept between rounds to hold
+    a limit on power or heat (pauses in the prompt are part of `prefill_s`); `level` is the governor's
+    highest (None: nothing governs).
     """
 
     prompt_tokens: int = 0
@@ -35,6 +37,8 @@ class Stats:
     decode_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    paced_s: float = 0.0
+    level: str | None = None
 
     @property
     def overhead_s(self) -> float:
@@ -59,9 +63,9 @@ class Stats:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Tokens after the first round per second after the first round."""
+        """Tokens after the first round per second after the first round, pauses included."""
         tokens = self.output_tokens - self.first_tokens
-        return tokens / self.decode_s if self.decode_s > 0 and tokens > 0 else None
+        return tokens / (self.decode_s + self.paced_s) if self.decode_s > 0 and tokens > 0 else None
 
     def count_draft(self, drafted: int, evaluated: int, accepted: int) -> None:
         """Add one round's drafted, evaluated and accepted tokens."""

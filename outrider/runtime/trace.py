@@ -31,7 +31,7 @@ from outrider.runtime.verify import Decision, Step, match_child, reject_child, w
 __all__ = ["Replay", "TraceError", "TraceWriter", "read_trace", "replay"]
 
 SCHEMA_VERSION = 1
-_KINDS = ("telemetry", "decode", "acceptance")
+_KINDS = ("telemetry", "decode", "acceptance", "governor")
 _TOP = 16
 _LARGEST_SUPPORT = 4096
 

@@ -1,0 +1,150 @@
+"""One watched temperature: how near its limit it is, and how much work or power keeps it there."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from outrider.power.tuning import Gains, Tuning
+
+__all__ = ["Regulator", "ThermalEstimate", "Watch"]
+
+
+class ThermalEstimate(Protocol):
+    """What a `Watch` asks of a thermal model (`power.thermal_model.ThermalModel`); None: not known yet."""
+
+    def observe(self, time_s: float, temp_c: float, power_w: float) -> None:
+        """Learn from a reading."""
+        ...
+
+    def sustainable_w(self, limit_c: float) -> float | None:
+        """The power that ends at the limit."""
+        ...
+
+    def budget_w(self, limit_c: float, horizon_s: float) -> float | None:
+        """The constant power that reaches the limit no sooner than after the horizon."""
+        ...
+
+    def time_to(self, limit_c: float, power_w: float) -> float | None:
+        """Seconds until the limit at this power; infinite when it is never reached."""
+        ...
+
+
+class Regulator:
+    """A proportional-integral law that does not wind up: the share of full work that holds a target.
+
+    It integrates only within the band, and not while the output is against a stop in the error's direction.
+    """
+
+    def __init__(self, gains: Gains, least: float) -> None:
+        self.gains, self.least = gains, least
+        self.integral = 0.0
+
+    def step(self, dt_s: float, error_c: float) -> float:
+        """The share of time to work, from `least` to 1, when the temperature is `error_c` below its target."""
+        gains = self.gains
+        share = gains.start_duty + gains.per_c * error_c + self.integral
+        against_stop = (share >= 1.0 and error_c > 0.0) or (share <= self.least and error_c < 0.0)
+        if abs(error_c) <= gains.band_c and not against_stop:
+            self.integral += gains.per_c * error_c * dt_s / gains.integral_s
+        return min(max(share, self.least), 1.0)
+
+
+class Watch:
+    """A temperature with its limit; `assumed`: nobody named the limit, so it is not held, only heeded.
+
+    `see` takes the readings in order of time; the properties are of the last one. A temperature that is
+    gone (None) leaves duty and budget where they were.
+    """
+
+    def __init__(
+        self,
+        limit_c: float,
+        gains: Gains,
+        tuning: Tuning,
+        assumed: bool = False,
+        sustained_w: float | None = None,
+        model: ThermalEstimate | None = None,
+    ) -> None:
+        self.limit_c, self.assumed = limit_c, assumed
+        self.target_c = limit_c - tuning.target_margin_c
+        self.temp_c: float | None = None
+        self.duty = 1.0
+        self.budget_w: float | None = None
+        self.ambient_c = tuning.ambient_c
+        self._gains, self._tuning = gains, tuning
+        self._sustained_w, self._model = sustained_w, model
+        self._regulator = Regulator(gains, tuning.least_duty)
+        self._trim = 0.0  # of the budget, as a share of the sustained power
+        self._slope = 0.0  # °C/s, smoothed
+        self._first_s: float | None = None
+        self._last: tuple[float, float] | None = None  # time and temperature of the last reading
+
+    def used(self, ease_c: float = 0.0) -> float | None:
+        """Headroom used: 0 at ambient, 1 at the limit; `ease_c` is added to the temperature."""
+        if self.temp_c is None:
+            return None
+        return (self.temp_c + ease_c - self.ambient_c) / max(self.limit_c - self.ambient_c, 1.0)
+
+    def see(self, time_s: float, temp_c: float | None, power_w: float | None, in_watts: bool) -> None:
+        """Take a reading; `in_watts` says that the plan can keep a power budget, else it keeps a duty."""
+        self.temp_c = temp_c
+        if temp_c is None:
+            return
+        dt_s = self._step_of(time_s, temp_c)
+        if power_w is not None and self._model is not None and dt_s > 0.0:
+            self._model.observe(time_s, temp_c, power_w)
+        if self.assumed:
+            return
+        error_c = self.target_c - temp_c - self._slope * self._gains.lead_s
+        self.budget_w = self._budget(dt_s, error_c, power_w) if in_watts else None
+        if self.budget_w is None:
+            self.duty = self._regulator.step(dt_s, error_c)
+        else:
+            self.duty = 1.0
+
+    def time_to_limit_s(self, power_w: float | None) -> float | None:
+        """Seconds until the limit, by the model at this power, else by the slope; None when it is not coming."""
+        if self.temp_c is None:
+            return None
+        if self.temp_c >= self.limit_c:
+            return 0.0
+        known = self._model.time_to(self.limit_c, power_w) if self._model and power_w is not None else None
+        if known is None and self._slope > 0.01:
+            known = (self.limit_c - self.temp_c) / self._slope
+        return known if known is not None and known < 3600.0 else None
+
+    def _step_of(self, time_s: float, temp_c: float) -> float:
+        """Seconds since the last reading (0 after a gap), with the slope and ambient brought up to date."""
+        if self._first_s is None:
+            self._first_s, self.ambient_c = time_s, self._cool(temp_c)
+        elif time_s - self._first_s <= self._tuning.ambient_window_s:
+            self.ambient_c = min(self.ambient_c, self._cool(temp_c))
+        last, self._last = self._last, (time_s, temp_c)
+        dt_s = time_s - last[0] if last else 0.0
+        if last is None or not 0.0 < dt_s <= self._tuning.longest_gap_s:
+            self._last = last if last and dt_s <= 0.0 else self._last
+            self._slope = 0.0 if dt_s > 0.0 else self._slope
+            return 0.0
+        weight = dt_s / (self._gains.lead_s + dt_s)
+        self._slope += weight * ((temp_c - last[1]) / dt_s - self._slope)
+        return dt_s
+
+    def _cool(self, temp_c: float) -> float:
+        return temp_c if temp_c <= self._tuning.cool_c else self._tuning.ambient_c
+
+    def _budget(self, dt_s: float, error_c: float, power_w: float | None) -> float | None:
+        """Watts that hold the target: the model's (else the kernel's rule), corrected by what came of it."""
+        gains, model = self._gains, self._model
+        sustained = (model.sustainable_w(self.target_c) if model else None) or self._sustained_w
+        if sustained is None or sustained <= 0.0:
+            return None
+        planned = model.budget_w(self.target_c, gains.horizon_s) if model else None
+        if planned is None:
+            share = (1.0 - (self.used() or 0.0)) / (1.0 - self._tuning.warm_at)
+            planned = sustained * (1.0 + (self._tuning.boost - 1.0) * max(share, 0.0))
+        budget = planned + sustained * (self._trim + gains.per_c * min(error_c, 0.0))
+        binding = power_w is not None and power_w >= 0.9 * budget
+        if abs(error_c) <= gains.band_c and (error_c < 0.0 or binding):
+            change = gains.per_c * error_c * dt_s / gains.integral_s
+            self._trim = min(max(self._trim + change, -0.5), 0.5)
+        return max(budget, self._tuning.least_duty * sustained)

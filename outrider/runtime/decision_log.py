@@ -1,0 +1,115 @@
+"""The governor's decisions as JSON lines, and the replay that decides them again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from outrider.contracts import Costs, Energy, as_json
+from outrider.power.governor import Directive, Governor, Policy
+from outrider.power.state import State
+from outrider.power.tuning import Tuning
+from outrider.records import decode
+from outrider.runtime.trace import TraceError, TraceWriter, read_trace
+
+__all__ = ["DecisionLog", "Difference", "read_policy", "replay_decisions"]
+
+_log = logging.getLogger(__name__)
+
+
+class DecisionLog:
+    """Writes decisions to a path or an open text file: changes of level, flags and draft always, else one
+    every `every_s` seconds. With 0 every state is written, and `replay_decisions` can decide them all again.
+
+    A disk that refuses ends the log with a warning; decoding goes on.
+    """
+
+    def __init__(self, target: str | Path | TextIO, governor: Governor, every_s: float = 1.0) -> None:
+        self.every_s = every_s
+        self._last: tuple[float, Any] | None = None  # time and gist of the last line
+        self._shown_s: float | None = None  # time of the last state
+        self._writer: TraceWriter | None = TraceWriter(
+            target,
+            "governor",
+            policy=governor.policy,
+            tuning=governor.tuning,
+            device=getattr(governor.device, "slug", None),
+            target_mb=governor.target_mb,
+            draft_mb=governor.draft_mb,
+            every_s=every_s,
+        )
+
+    def add(self, state: State, costs: Costs | None, directive: Directive) -> None:
+        """Write a decision, if it says something new; a state that was shown before is not written again."""
+        if self._writer is None or state.time_s == self._shown_s:
+            return
+        self._shown_s = state.time_s
+        gist = (directive.level, directive.flags, directive.draft_loaded)
+        if self._last and gist == self._last[1] and state.time_s - self._last[0] < self.every_s:
+            return
+        self._last = (state.time_s, gist)
+        static_w = costs.energy.static_w if costs is not None and costs.energy else None
+        record = {
+            "time_s": state.time_s,
+            "state": state,
+            "static_w": static_w,
+            "directive": directive.to_dict(),
+        }
+        try:
+            self._writer.write(record)
+        except OSError as error:
+            _log.warning("the decision log ends here: %s", error.strerror or error)
+            self.close()
+
+    def close(self) -> None:
+        """Close the file, if this log opened it; closing twice is allowed."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                writer.close()
+            except OSError as error:
+                _log.warning("the decision log may be cut off: %s", error.strerror or error)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A decision that came out differently: what the log says, and what was decided now."""
+
+    time_s: float
+    logged: dict[str, Any]
+    decided: dict[str, Any]
+
+
+def read_policy(header: dict[str, Any]) -> tuple[Policy, Tuning]:
+    """The policy and the tuning of a log's header. Raises TraceError for unknown or missing fields."""
+    policy = decode(Policy, header.get("policy"), "decision log: policy", TraceError)
+    tuning = decode(Tuning, header.get("tuning"), "decision log: tuning", TraceError)
+    assert isinstance(policy, Policy)
+    assert isinstance(tuning, Tuning)
+    return policy, tuning
+
+
+def replay_decisions(
+    source: str | Path, governor_of: Callable[[dict[str, Any]], Governor]
+) -> Iterator[Difference]:
+    """Decide every state of a log again, with the governor that `governor_of` makes from its header.
+
+    Yields what differs. Raises TraceError for a damaged log, and for one that left states out.
+    """
+    header, records = read_trace(source)
+    if header.get("kind") != "governor" or header.get("every_s") != 0:
+        raise TraceError(
+            f"kind is {header.get('kind')!r} and every_s {header.get('every_s')!r}; only a `governor` log that"
+            " holds every state (every_s = 0) can be decided again"
+        )
+    governor = governor_of(header)
+    for record in records:
+        state = decode(State, record.get("state"), "decision log: state", TraceError)
+        static_w = record.get("static_w")
+        energy = None if static_w is None else Energy(static_w, {})
+        decided = as_json(governor.decide(state, Costs({1: 1.0}, energy=energy)).to_dict())
+        if decided != record.get("directive"):
+            yield Difference(state.time_s, record["directive"], decided)

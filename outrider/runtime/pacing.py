@@ -1,0 +1,133 @@
+"""Joins a monitor, the governor and the energy model for the engine: one question a round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from outrider.contracts import Costs, Energy
+from outrider.power.governor import Directive, Governor
+from outrider.power.state import State
+from outrider.runtime.decision_log import DecisionLog
+
+__all__ = ["Pacer", "Telemetry", "Work"]
+
+WINDOW_S = 1.0  # of activity and joules that the energy model is shown at once
+LONGEST_WINDOW_S = 5.0  # a window that grew longer held a silence, and is thrown away
+
+
+class Telemetry(Protocol):
+    """What a pacer asks of a monitor (`power.monitor.Monitor`)."""
+
+    def poll(self) -> State:
+        """The machine now."""
+        ...
+
+
+class EnergyEstimate(Protocol):
+    """What a pacer asks of an energy model (`power.energy.EnergyModel`)."""
+
+    def observe(self, activity: Any, joules: float) -> None:
+        """Learn what an activity took."""
+        ...
+
+    def energy(self, widths: Sequence[int]) -> Energy | None:
+        """Joules of rounds; None until enough is known."""
+        ...
+
+
+@dataclass
+class Work:
+    """What ran in a window: verify forwards by width, draft steps by drafter; `odd` work has no model."""
+
+    seconds: float = 0.0
+    verify: dict[int, int] = field(default_factory=dict)
+    draft: dict[str, int] = field(default_factory=dict)
+    odd: bool = False
+
+    def add(self, width: int, drafter: str | None, steps: int) -> None:
+        """Count a round."""
+        self.verify[width] = self.verify.get(width, 0) + 1
+        if drafter is not None and steps:
+            self.draft[drafter] = self.draft.get(drafter, 0) + steps
+
+
+class Pacer:
+    """Asks the sensors, the governor and the energy model on behalf of the engine.
+
+    Every call looks at the monitor first, so that heat and power are followed through pauses too. Power
+    readings are integrated into windows of about a second, which teach the energy model what rounds take.
+    """
+
+    def __init__(
+        self,
+        monitor: Telemetry,
+        governor: Governor,
+        energy_model: EnergyEstimate | None = None,
+        log: DecisionLog | None = None,
+    ) -> None:
+        self.monitor, self.governor, self.energy_model, self.log = monitor, governor, energy_model, log
+        self.state = State(float("-inf"))
+        self._energy: Energy | None = None
+        self._widths: tuple[int, ...] = ()
+        self._fresh = True  # the energy model has learnt since it was last asked
+        self._work = Work()
+        self._joules = 0.0
+
+    def directive(self, costs: Costs) -> Directive:
+        """What the next round must respect."""
+        state = self.poll()
+        directive = self.governor.decide(state, costs)
+        if self.log is not None:
+            self.log.add(state, costs, directive)
+        return directive
+
+    def energy(self, verify_s: Mapping[int, float]) -> Energy | None:
+        """Joules of rounds of the widths that are measured; None where nothing tells them."""
+        widths = tuple(sorted(verify_s))
+        if self.energy_model is not None and widths and (self._fresh or widths != self._widths):
+            self._energy = self.energy_model.energy(widths)
+            self._fresh, self._widths = False, widths
+        return self._energy
+
+    def observe(self, width: int, drafter: str | None, steps: int, odd: bool = False) -> None:
+        """Count a round that ran: a verify forward of `width` and so many draft steps.
+
+        `odd` marks work that is neither (a chunk of a prompt, a draft that catches up).
+        """
+        self._work.add(width, drafter, steps)
+        self._work.odd |= odd
+        self.poll()
+
+    def poll(self) -> State:
+        """Look at the monitor, and integrate power up to now."""
+        before, now = self.state, self.monitor.poll()
+        self.state = now
+        dt_s = now.time_s - before.time_s
+        if now.power_w is None or before.power_w is None or not 0.0 <= dt_s <= LONGEST_WINDOW_S:
+            self._work, self._joules = Work(), 0.0
+            return now
+        self._joules += 0.5 * (before.power_w + now.power_w) * dt_s
+        self._work.seconds += dt_s
+        if self._work.seconds >= WINDOW_S:
+            self._teach()
+        return now
+
+    def _teach(self) -> None:
+        work, joules = self._work, self._joules
+        self._work, self._joules = Work(), 0.0
+        if self.energy_model is not None and not work.odd and work.seconds <= LONGEST_WINDOW_S:
+            self.energy_model.observe(_activity(work), joules)
+            self._fresh = True
+
+    def close(self) -> None:
+        """End the decision log."""
+        if self.log is not None:
+            self.log.close()
+
+
+def _activity(work: Work) -> Any:
+    from outrider.power.energy import Activity
+
+    return Activity(work.seconds, work.verify, work.draft)

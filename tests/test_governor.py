@@ -1,0 +1,397 @@
+"""Levels, limits and flags that the governor makes of telemetry."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+
+from outrider.contracts import Costs, Energy, Limits
+from outrider.errors import UsageError
+from outrider.power.governor import Directive, Governor, Level, Policy
+from outrider.power.state import State
+from outrider.power.tuning import Tuning
+
+TUNING = Tuning()
+TIMES = Costs({1: 0.1, 4: 0.15}, {"model": 0.02})
+JOULES = replace(TIMES, energy=Energy(1.5, {1: 0.3, 4: 0.6}, {"model": 0.05}))
+
+
+@dataclass(frozen=True)
+class Board:
+    slug: str = "board"
+    temp_limit_c: float | None = 82.0
+    skin_limit_c: float | None = None
+    sustained_w: float | None = 5.0
+    static_w: float | None = 1.5
+
+
+def at(used, limit_c=80.0, ambient_c=25.0):
+    """The temperature at which so much of the headroom is used."""
+    return ambient_c + used * (limit_c - ambient_c)
+
+
+def states(temps, step_s=1.0, start_s=0.0, **fields):
+    return [State(start_s + i * step_s, die_c=temp, **fields) for i, temp in enumerate(temps)]
+
+
+def run(governor, sequence, costs=TIMES):
+    return [governor.decide(state, costs) for state in sequence]
+
+
+def levels(directives):
+    return [directive.level for directive in directives]
+
+
+@pytest.mark.parametrize(
+    ("used", "level"),
+    [
+        (0.0, Level.NOMINAL),
+        (0.74, Level.NOMINAL),
+        (0.76, Level.WARM),
+        (0.87, Level.WARM),
+        (0.89, Level.HOT),
+        (0.99, Level.HOT),
+        (1.0, Level.CRITICAL),
+        (1.4, Level.CRITICAL),
+    ],
+)
+def test_the_level_follows_the_headroom_used_at_once(used, level):
+    governor = Governor(Policy(temp_limit_c=80.0))
+    first, second = run(governor, states([25.0, at(used)]))
+    assert first.level == Level.NOMINAL
+    assert second.level == level
+
+
+@pytest.mark.parametrize(
+    ("headroom", "level"), [(0.5, Level.NOMINAL), (0.8, Level.WARM), (0.9, Level.HOT), (1.0, Level.CRITICAL)]
+)
+def test_the_vendors_headroom_raises_the_level_too(headroom, level):
+    assert Governor().decide(State(0.0, headroom=headroom), TIMES).level == level
+
+
+def test_the_hotter_of_silicon_and_body_decides():
+    governor = Governor(Policy(), Board(temp_limit_c=90.0, skin_limit_c=45.0))
+    governor.decide(State(0.0, die_c=25.0, skin_c=25.0), TIMES)
+    assert governor.decide(State(1.0, die_c=30.0, skin_c=43.0), TIMES).level == Level.HOT
+
+
+def test_the_limit_is_the_users_or_the_devices_whichever_is_lower():
+    assert Governor(Policy(temp_limit_c=70.0), Board())._die.limit_c == 70.0
+    assert Governor(Policy(temp_limit_c=95.0), Board())._die.limit_c == 80.0
+    assert Governor(Policy(), Board())._die.limit_c == 82.0 - TUNING.trip_margin_c
+
+
+def test_an_assumed_limit_warms_but_never_more_and_is_flagged():
+    directives = run(Governor(), states([30.0, 70.0, 99.0]))
+    assert levels(directives) == [Level.NOMINAL, Level.WARM, Level.WARM]
+    assert all("limit=assumed" in directive.flags for directive in directives)
+    assert all(directive.duty == 1.0 and directive.k_share == 1.0 for directive in directives)
+
+
+def test_levels_fall_one_at_a_time_after_the_dwell():
+    governor = Governor(Policy(temp_limit_c=80.0))
+    seen = levels(run(governor, states([25.0, 85.0] + [30.0] * 60)))
+    assert seen[1] == Level.CRITICAL
+    falls = [i for i, (before, after) in enumerate(pairwise(seen)) if after < before]
+    assert [seen[i + 1] for i in falls] == [Level.HOT, Level.WARM, Level.NOMINAL]
+    assert all(later - earlier >= TUNING.dwell_s for earlier, later in pairwise([0, *falls]))
+
+
+def test_a_level_does_not_fall_within_the_hysteresis():
+    governor = Governor(Policy(temp_limit_c=80.0))
+    just_below = at(TUNING.hot_at) - TUNING.hysteresis_c + 0.2
+    seen = levels(run(governor, states([25.0, at(0.89)] + [just_below] * 100)))
+    assert seen[-1] == Level.HOT
+    lower = states([just_below - 0.5] * 100, start_s=200.0)
+    assert levels(run(governor, lower))[-1] == Level.WARM
+
+
+@pytest.mark.parametrize("noise_c", [0.3, 1.0, 2.5, 5.0])
+@pytest.mark.parametrize("threshold", [TUNING.warm_at, TUNING.hot_at, TUNING.critical_at])
+def test_a_noisy_plateau_at_a_threshold_changes_level_at_most_four_times_a_minute(threshold, noise_c):
+    rng = random.Random(7)
+    governor = Governor(Policy(temp_limit_c=80.0))
+    temps = [at(threshold) + rng.gauss(0.0, noise_c) for _ in range(6000)]
+    seen = levels(run(governor, states([25.0] * 10 + temps, step_s=0.1)))
+    changes = [i * 0.1 for i, (before, after) in enumerate(pairwise(seen)) if after != before]
+    settled = [time for time in changes if time > 10.0]
+    assert all(later - earlier > 60.0 for earlier, later in zip(settled, settled[4:], strict=False))
+
+
+def test_constant_telemetry_below_the_thresholds_changes_nothing():
+    directives = run(Governor(Policy(temp_limit_c=80.0)), states([55.0] * 600, power_w=4.0))
+    assert {directive.level for directive in directives} == {Level.NOMINAL}
+    assert {(d.k_share, d.k_max, d.power_w, d.duty) for d in directives} == {(1.0, None, None, 1.0)}
+    assert all(directive.reference is None for directive in directives)
+
+
+def test_a_throttle_bit_counts_whatever_the_temperature_says():
+    governor = Governor(Policy(temp_limit_c=80.0))
+    assert governor.decide(State(0.0, die_c=30.0, throttle=0.2), TIMES).level == Level.WARM
+    assert governor.decide(State(1.0, die_c=30.0, throttle=1.0), TIMES).level == Level.HOT
+
+
+def test_a_lasting_clock_drop_counts_and_a_short_one_does_not():
+    governor = Governor(Policy(temp_limit_c=80.0))
+    governor.decide(State(0.0, die_c=60.0, clock_ratio=1.0), TIMES)
+    assert governor.decide(State(1.0, die_c=60.0, clock_ratio=0.5), TIMES).level == Level.NOMINAL
+    assert governor.decide(State(3.1, die_c=60.0, clock_ratio=0.5), TIMES).level == Level.HOT
+
+
+def test_a_machine_that_always_runs_below_its_top_clock_is_not_throttled():
+    directives = run(Governor(), states([40.0] * 30, clock_ratio=0.55))
+    assert {directive.level for directive in directives} == {Level.NOMINAL}
+
+
+def test_a_low_clock_on_cool_silicon_is_warm_only():
+    governor = Governor(Policy(temp_limit_c=80.0))
+    directives = run(governor, [State(0.0, die_c=30.0, clock_ratio=1.0)])
+    directives += run(governor, states([30.0] * 10, start_s=1.0, clock_ratio=0.3))
+    assert directives[-1].level == Level.WARM
+
+
+def test_shares_of_k_without_energy_figures():
+    governor = Governor(Policy(temp_limit_c=80.0))
+    nominal, warm, hot, critical = run(governor, states([25.0, at(0.8), at(0.9), at(1.01)]))
+    assert (warm.k_share, hot.k_share, critical.k_share) == (1.0, 0.5, 0.5)
+    assert (warm.k_max, hot.k_max, critical.k_max) == (None, None, 1)
+    assert all("energy=unknown" in directive.flags for directive in (nominal, warm, hot, critical))
+    assert nominal.reference is None
+    assert warm.reference == hot.reference == critical.reference == TIMES
+
+
+def test_the_reference_is_what_the_last_cool_round_cost():
+    governor = Governor(Policy(temp_limit_c=80.0))
+    slower = replace(TIMES, verify_s={1: 0.3, 4: 0.31})
+    governor.decide(State(0.0, die_c=30.0), TIMES)
+    governor.decide(State(1.0, die_c=at(0.8)), slower)
+    assert governor.decide(State(2.0, die_c=at(0.9)), slower).reference == TIMES
+
+
+def test_a_hot_start_takes_its_first_costs_as_reference():
+    governor = Governor(Policy(temp_limit_c=80.0))
+    assert governor.decide(State(0.0, die_c=78.0), Costs({})).reference is None
+    assert governor.decide(State(1.0, die_c=78.0), TIMES).reference == TIMES
+
+
+def test_objectives_and_power_by_level_with_energy_figures():
+    governor = Governor(Policy(), Board())
+    temps = [temp for temp in (25.0, at(0.76), at(0.89), at(1.01)) for _ in range(30)]
+    settled = run(governor, states(temps, power_w=5.0), JOULES)[29::30]
+    nominal, warm, hot, critical = settled
+    kinds = [directive.objective.kind for directive in (nominal, warm, hot, critical)]
+    assert kinds == ["latency", "latency", "energy", "energy"]
+    assert warm.power_w > hot.power_w > critical.power_w
+    assert warm.power_w <= TUNING.boost * 5.0
+    assert critical.power_w < 5.0
+    assert all(d.k_share == 1.0 and d.k_max is None for d in (nominal, warm, hot, critical))
+    assert not any("energy=unknown" in d.flags for d in (nominal, warm, hot, critical))
+
+
+def test_a_power_cap_is_passed_on_and_the_measured_mean_corrects_it():
+    governor = Governor(Policy(power_cap_w=4.0))
+    kept = run(governor, [State(float(i), die_c=40.0, power_w=3.9) for i in range(20)], JOULES)
+    assert kept[-1].power_w == pytest.approx(4.0)
+    over = run(governor, [State(20.0 + i, die_c=40.0, power_w=4.6) for i in range(20)], JOULES)
+    assert over[-1].power_w < 3.7
+
+
+def test_a_power_cap_without_energy_figures_becomes_a_duty():
+    governor = Governor(Policy(power_cap_w=4.0))
+    duty, power = 1.0, []
+    for i in range(600):
+        power.append(1.5 + 6.5 * duty)  # 8 W of full work over 1.5 W of idling
+        duty = governor.decide(State(0.1 * i, die_c=40.0, power_w=power[-1]), TIMES).duty
+    assert sum(power[-100:]) / 100 == pytest.approx(4.0, rel=0.02)
+
+
+def test_a_cap_that_nothing_measures_is_flagged():
+    assert "power_cap=unmeasured" in Governor(Policy(power_cap_w=4.0)).decide(State(0.0), TIMES).flags
+
+
+def test_no_sensor_at_all_leaves_speculation_alone_and_says_so():
+    directive = Governor().decide(State(0.0), TIMES)
+    assert (directive.level, directive.k_share, directive.duty) == (Level.NOMINAL, 1.0, 1.0)
+    assert "telemetry=none" in directive.flags
+
+
+def test_telemetry_that_vanishes_is_unknown_not_nominal():
+    governor = Governor()
+    run(governor, states([40.0] * 5))
+    directives = run(governor, [State(5.0 + i) for i in range(60)])
+    assert {directive.level for directive in directives} == {Level.WARM}
+    assert all("telemetry=unknown" in directive.flags for directive in directives)
+    back = run(governor, states([40.0] * 20, start_s=65.0))
+    assert back[-1].level == Level.NOMINAL
+    assert "telemetry=unknown" not in back[-1].flags
+
+
+def test_stale_readings_from_the_start_are_unknown():
+    assert Governor().decide(State(0.0, stale=("temperature",)), TIMES).level == Level.WARM
+
+
+def test_a_limit_without_a_reading_is_conservative():
+    directive = Governor(Policy(temp_limit_c=70.0)).decide(State(0.0), TIMES)
+    assert directive.level == Level.WARM
+    assert "telemetry=unknown" in directive.flags
+
+
+def test_a_battery_at_its_floor_saves_energy_until_it_has_recovered():
+    governor = Governor(Policy(battery_floor_percent=20.0), Board())
+    kinds = []
+    for i, (percent, charging) in enumerate(
+        [(21, False), (20, False), (20.5, False), (21.5, False), (19, False), (19, True)]
+    ):
+        state = State(float(i), die_c=30.0, battery_percent=percent, charging=charging)
+        directive = governor.decide(state, JOULES)
+        kinds.append(directive.objective.kind)
+        assert ("battery=floor" in directive.flags) == (kinds[-1] == "energy")
+        assert directive.power_w == (5.0 if kinds[-1] == "energy" else None)
+    assert kinds == ["latency", "energy", "energy", "latency", "energy", "latency"]
+
+
+def test_memory_pressure_releases_the_draft_and_room_for_a_while_brings_it_back():
+    governor = Governor(draft_mb=400.0)
+    assert governor.decide(State(0.0, memory_available_mb=900.0), TIMES).draft_loaded
+    low = governor.decide(State(1.0, memory_available_mb=100.0), TIMES)
+    assert not low.draft_loaded
+    assert "memory=low" in low.flags
+    room = 400.0 + TUNING.memory_reserve_mb + TUNING.memory_return_mb
+    not_yet = [State(2.0 + i, memory_available_mb=room - 1.0) for i in range(60)]
+    assert not any(d.draft_loaded for d in run(governor, not_yet))
+    enough = [State(62.0 + i, memory_available_mb=room + 1.0) for i in range(40)]
+    back = [d.draft_loaded for d in run(governor, enough)]
+    assert back.index(True) == TUNING.memory_return_s
+
+
+def test_waiting_for_memory_releases_the_draft():
+    governor = Governor(draft_mb=400.0)
+    directive = governor.decide(State(0.0, memory_available_mb=9000.0, memory_pressure_percent=12.0), TIMES)
+    assert not directive.draft_loaded
+    assert "memory=pressure" in directive.flags
+
+
+def test_a_draft_that_does_not_fit_the_memory_limit_is_never_loaded():
+    governor = Governor(Policy(memory_limit_mb=1000.0), target_mb=800.0, draft_mb=300.0)
+    directives = run(governor, [State(float(i), memory_available_mb=1e6) for i in range(100)])
+    assert not any(d.draft_loaded for d in directives)
+    assert "memory=limit" in directives[0].flags
+
+
+def test_the_same_states_give_the_same_directives():
+    rng = random.Random(3)
+    sequence = [
+        State(
+            0.1 * i,
+            die_c=None if rng.random() < 0.05 else 60.0 + 25.0 * rng.random(),
+            skin_c=30.0 + 15.0 * rng.random(),
+            throttle=rng.choice([None, 0.0, 0.3, 1.0]),
+            clock_ratio=rng.choice([None, 0.4, 1.0]),
+            power_w=rng.choice([None, 3.0, 9.0]),
+            memory_available_mb=1000.0 * rng.random(),
+        )
+        for i in range(2000)
+    ]
+    policy = Policy(power_cap_w=5.0, temp_limit_c=75.0)
+    costs = [rng.choice([TIMES, JOULES]) for _ in sequence]
+    first, second = Governor(policy, Board(), draft_mb=100.0), Governor(policy, Board(), draft_mb=100.0)
+    for state, cost in zip(sequence, costs, strict=True):
+        assert first.decide(state, cost) == second.decide(state, cost)
+
+
+def test_a_state_shown_twice_changes_nothing():
+    once, twice = Governor(Policy(temp_limit_c=70.0)), Governor(Policy(temp_limit_c=70.0))
+    for state in states([68.0 + 0.01 * i for i in range(200)], step_s=0.1):
+        twice.decide(state, TIMES)
+        assert once.decide(state, TIMES) == twice.decide(state, TIMES)
+
+
+def test_directives_only_narrow_limits():
+    cool = Costs({1: 0.1})
+    directive = Directive(power_w=4.0, duty=0.5, k_max=3, k_share=0.5, reference=cool)
+    narrowed = directive.limit(Limits(8, power_w=3.0, duty=0.9))
+    assert (narrowed.k_max, narrowed.power_w, narrowed.duty) == (3, 3.0, 0.5)
+    assert (narrowed.k_share, narrowed.reference) == (0.5, cool)
+    assert Directive().limit(Limits(8, power_w=3.0)) == Limits(8, power_w=3.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("objective", "speed"),
+        ("power_cap_w", 0.0),
+        ("power_cap_w", float("nan")),
+        ("temp_limit_c", 500.0),
+        ("battery_floor_percent", 101.0),
+        ("memory_limit_mb", -5.0),
+    ],
+)
+def test_a_policy_refuses_what_cannot_be_kept_naming_the_value(field, value):
+    with pytest.raises(UsageError, match=str(value)):
+        Policy(**{field: value})
+
+
+class Plate:
+    """One thermal mass: `tau_s` to follow, `rise_c` at full work."""
+
+    def __init__(self, rise_c, tau_s, ambient_c=25.0):
+        self.rise_c, self.tau_s, self.ambient_c, self.temp_c = rise_c, tau_s, ambient_c, ambient_c
+
+    def step(self, duty, dt_s):
+        settled = self.ambient_c + self.rise_c * duty
+        self.temp_c += (settled - self.temp_c) * dt_s / self.tau_s
+
+
+@pytest.mark.parametrize("ambient_c", [15.0, 25.0, 38.0])
+@pytest.mark.parametrize(("rise_c", "tau_s"), [(70.0, 8.0), (60.0, 25.0), (90.0, 60.0)])
+def test_without_power_figures_the_duty_holds_a_temperature_limit(rise_c, tau_s, ambient_c):
+    governor, plate = Governor(Policy(temp_limit_c=70.0)), Plate(rise_c, tau_s, ambient_c)
+    duty, highest, late = 1.0, 0.0, []
+    for i in range(12000):
+        plate.step(duty, 0.1)
+        highest = max(highest, plate.temp_c)
+        duty = governor.decide(State(0.1 * i, die_c=plate.temp_c), TIMES).duty
+        if i > 9000:
+            late.append(plate.temp_c)
+    assert highest <= 71.0
+    assert min(late) > 67.0, "it must not be colder than it has to be"
+
+
+@pytest.mark.parametrize(("rise_c", "tau_s"), [(25.0, 200.0), (30.0, 500.0)])
+def test_without_power_figures_the_duty_holds_a_slow_body(rise_c, tau_s):
+    governor, plate = Governor(Policy(), Board(skin_limit_c=42.0)), Plate(rise_c, tau_s)
+    duty, highest, late = 1.0, 0.0, []
+    for i in range(24000):
+        plate.step(duty, 0.25)
+        highest = max(highest, plate.temp_c)
+        duty = governor.decide(State(0.25 * i, die_c=40.0, skin_c=plate.temp_c), TIMES).duty
+        if i > 16000:
+            late.append(plate.temp_c)
+    assert highest <= 43.0
+    assert min(late) > 40.0
+
+
+def test_the_kernels_rule_holds_a_limit_with_a_wrong_sustained_power():
+    """5 W is what the profile says; the plate sustains 6.4 W or 3.8 W at its limit."""
+    for resistance in (7.0, 12.0):
+        governor, plate = Governor(Policy(temp_limit_c=70.0), Board()), Plate(resistance, 10.0)
+        power, highest, late = 9.0, 0.0, []
+        for i in range(6000):
+            plate.step(power, 0.1)
+            highest = max(highest, plate.temp_c)
+            directive = governor.decide(State(0.1 * i, die_c=plate.temp_c, power_w=power), JOULES)
+            power = 9.0 if directive.power_w is None else min(9.0, directive.power_w)
+            if i > 4000:
+                late.append(plate.temp_c)
+        assert highest <= 71.0
+        assert min(late) > 66.5
+
+
+def test_time_to_throttle_is_told_while_a_limit_is_approached():
+    governor = Governor(Policy(temp_limit_c=80.0))
+    directives = run(governor, states([40.0 + 0.5 * i for i in range(60)]))
+    assert directives[-1].time_to_throttle_s == pytest.approx((80.0 - 69.5) / 0.5, rel=0.05)
+    assert run(Governor(Policy(temp_limit_c=80.0)), states([40.0] * 60))[-1].time_to_throttle_s is None
