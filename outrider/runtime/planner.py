@@ -40,7 +40,10 @@ class Acceptance:
 class Directive(Protocol):
     """What heat and power ask of a plan; `outrider.power.governor` makes them."""
 
-    objective: Objective
+    @property
+    def objective(self) -> Objective:
+        """What the plan is chosen for."""
+        ...
 
     def limit(self, limits: Limits) -> Limits:
         """Narrow what the text allows to what the machine allows."""
