@@ -290,7 +290,7 @@ def test_nothing_is_drawn_outside_a_plot(metered: bool, repeats: int) -> None:
     for drawing in found:
         _, _, width, height = map(float, drawing.attrib["viewBox"].split())
         points = points_of(drawing)
-        assert len(points) > 20
+        assert len(points) > 15
         assert all(0 <= x <= width + 0.1 and 0 <= y <= height + 0.1 for x, y in points)
 
 

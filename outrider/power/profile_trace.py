@@ -89,7 +89,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class RoundLine:
-    """One round that ended at `time_s`. `seconds` is its work, `pause_s` the pacing that followed it."""
+    """One round that ended at `time_s`. `seconds` is its work, `pause_s` the pacing before it."""
 
     run: int
     time_s: float

@@ -96,9 +96,9 @@ def _within(samples: Iterable[Sample], run: Run) -> list[Sample]:
 
 
 def _events(rounds: Iterable[RoundLine], run: Run) -> list[tuple[float, float, float]]:
-    """(begin, end, tokens) of the rounds of a run, each with the pause that followed it."""
+    """(begin, end, tokens) of the rounds of a run, each with the pause before it."""
     return [
-        (line.time_s - line.seconds, line.time_s + line.pause_s, float(line.tokens))
+        (line.time_s - line.seconds - line.pause_s, line.time_s, float(line.tokens))
         for line in rounds
         if line.run == run.run and line.seconds > 0
     ]

@@ -172,7 +172,7 @@ def _point(mark: Mark, x_scale: _Scale, y_scale: _Scale, taken: list[tuple[float
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" class="{kind}"{_heat_style(mark.heat)}/>'
     )
     side, anchor = (10.0, "start") if x < 0.62 * WIDTH else (-10.0, "end")
-    parts.append(_text(x + side, _free(x, y + 4, taken), mark.label, "label", anchor))
+    parts.append(_text(x + side, _free(x, y - 7, taken), mark.label, "label", anchor))
     tip = f"<title>{escape(f'{mark.label}: {mark.detail}')}</title>"
     return f"<g>{tip}{''.join(parts)}</g>"
 

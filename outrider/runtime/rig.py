@@ -1,0 +1,187 @@
+"""What a measurement runs on: models, texts, a clock, a way to wait, and the sensors; real or simulated.
+
+The same round engine, planner, governor and pacer run on both. On a simulated rig time, energy and heat come
+from a `Machine` on a virtual clock; nothing of it was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from outrider.contracts import Clock, Drafter, Energy, Graph
+from outrider.power.governor import Governor, Policy
+from outrider.power.monitor import Monitor
+from outrider.power.sensors.simulated import Simulated
+from outrider.power.state import State
+from outrider.runtime.pacing import Pacer
+from outrider.runtime.planner import Planner
+from outrider.runtime.rounds import Engine
+from outrider.targets.device import Device
+from outrider.targets.physics import dynamic_power, roofline_time
+from outrider.targets.simulated import DRAFT_COST, TARGET_COST, Machine, ModelCost, SimulatedGraph
+from outrider.targets.trace_model import Stage, TraceDrafter, TraceTarget, TraceText, cycle
+
+if TYPE_CHECKING:
+    from outrider.power.energy import EnergyModel
+
+__all__ = ["Rig", "Text", "nominal_energy", "trace_rig"]
+
+_WIDTHS = range(1, 17)  # of verify forwards that a prior is given for
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text to decode: its prompt, and how many tokens may follow."""
+
+    prompt: Sequence[int]
+    max_tokens: int | None
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass
+class Rig:
+    """Parts for engines that all decode on one machine. `device` is what a governor knows of it.
+
+    `text(category)` begins the next text. `machine` is the simulated one, None on a real machine. `sleep`
+    pauses; `monitor` reads the sensors when it is polled, or in a thread of its own.
+    """
+
+    target: Graph
+    drafters: Mapping[str, Drafter]
+    text: Callable[[str | None], Text]
+    monitor: Monitor
+    clock: Clock
+    sleep: Callable[[float], object]
+    device: Device | None = None
+    machine: Machine | None = None
+    vocab_limit: int | None = None
+    prefill_chunk: int = 512
+    prior: Energy | None = None
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    _energy_model: EnergyModel | None = None
+
+    @property
+    def simulated(self) -> bool:
+        """True when time, energy and heat are a model's."""
+        return self.machine is not None
+
+    @property
+    def energy_model(self) -> EnergyModel:
+        """What is known of the joules of rounds; it learns over all runs on this rig."""
+        from outrider.power.energy import EnergyModel
+
+        if self._energy_model is None:
+            self._energy_model = EnergyModel(self.prior, tuple(self.drafters))
+        return self._energy_model
+
+    def pacer(self, policy: Policy, limits: Any = None) -> Pacer:
+        """A pacer with a governor of its own, under `policy`; `limits` stands in for the device's figures."""
+        governor = Governor(policy, limits if limits is not None else self.device)
+        return Pacer(self.monitor, governor, self.energy_model)
+
+    def engine(self, planner: Planner, pacer: Pacer | None) -> Engine:
+        """An engine over the models, with an empty cache."""
+        engine = Engine(
+            self.target,
+            self.drafters,
+            planner,
+            self.vocab_limit,
+            self.prefill_chunk,
+            clock=self.clock,
+            pacer=pacer,
+            sleep=self.sleep,  # type: ignore[arg-type]
+        )
+        engine.reset()
+        return engine
+
+    def rest(self, seconds: float, step_s: float = 0.5) -> Iterator[State]:
+        """Wait, and look at the sensors now and then."""
+        end = self.clock() + seconds
+        while (left := end - self.clock()) > 1e-9:
+            self.sleep(min(left, step_s))
+            yield self.monitor.poll()
+
+
+def trace_rig(
+    device: Device,
+    texts: Sequence[TraceText],
+    machine: Machine,
+    *,
+    target_cost: ModelCost = TARGET_COST,
+    draft_cost: ModelCost = DRAFT_COST,
+    unit: str | None = None,
+    draft_unit: str | None = None,
+    seed: int = 0,
+) -> Rig:
+    """A rig that decodes the texts of an acceptance trace on a simulated machine, without any model.
+
+    `device` is the profile that the governor knows, `machine` the specimen that it runs on. The drafter
+    "model" takes a draft's time and energy, any other (lookup) takes none.
+    """
+    stage = Stage()
+    drafters: dict[str, Drafter] = {}
+    for name in dict.fromkeys(name for text in texts for name in text.runs):
+        costly = name == "model"
+        drafters[name] = TraceDrafter(
+            name, stage, machine if costly else None, draft_cost if costly else None, draft_unit
+        )
+    machine.hold("target", target_cost.resident_mb)
+    if "model" in drafters:
+        machine.hold("draft", draft_cost.resident_mb)
+    target = SimulatedGraph(TraceTarget(stage), machine, target_cost, unit)
+    costs = {name: (draft_cost if name == "model" else None) for name in drafters}
+    return Rig(
+        target=target,
+        drafters=_cheapest_first(drafters),
+        text=_texts(stage, texts),
+        monitor=Monitor([Simulated(machine, seed)], clock=machine.clock),
+        clock=machine.clock,
+        sleep=machine.idle,
+        device=device,
+        machine=machine,
+        prior=nominal_energy(device, target_cost, costs, unit, draft_unit),
+    )
+
+
+def _cheapest_first(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
+    """In the order of a loaded bundle: with a fixed k the first that has a proposal is asked."""
+    return dict(sorted(drafters.items(), key=lambda item: item[0] == "model"))
+
+
+def _texts(stage: Stage, texts: Sequence[TraceText]) -> Callable[[str | None], Text]:
+    rounds: dict[str | None, Iterator[TraceText]] = {}
+
+    def begin(category: str | None) -> Text:
+        if category not in rounds:
+            rounds[category] = cycle(texts, category)
+        text = next(rounds[category])
+        return Text(stage.begin(text), text.tokens)
+
+    return begin
+
+
+def nominal_energy(
+    device: Device,
+    target: ModelCost,
+    drafts: Mapping[str, ModelCost | None],
+    unit: str | None = None,
+    draft_unit: str | None = None,
+    length: int = 256,
+) -> Energy:
+    """Joules of rounds as the device's profile has them, at the full clock behind `length` tokens.
+
+    A prior: the specimen at hand differs. A draft without a cost takes nothing.
+    """
+
+    def joules(cost: ModelCost, width: int, on: str | None) -> float:
+        work, rates = cost.work(width, length), device.rates(on)
+        seconds = roofline_time(work, rates, 1.0, 1.0, 1.0)
+        return float(seconds * dynamic_power(work, seconds, rates, 1.0))
+
+    return Energy(
+        float(device.static_w),
+        {width: joules(target, width, unit) for width in _WIDTHS},
+        {name: 0.0 if cost is None else joules(cost, 1, draft_unit) for name, cost in drafts.items()},
+    )

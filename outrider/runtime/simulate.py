@@ -1,0 +1,418 @@
+"""A scripted day on a simulated device, under one policy or under several that are compared.
+
+Every policy decodes the same texts with the real engine, planner, governor and pacer; only k differs. Fixed
+policies keep the same constraints as the governed one, by pauses, and the device's own throttling acts on
+all. Everything here is simulated: nothing was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+
+import outrider.targets
+from outrider.contracts import as_json
+from outrider.errors import UsageError
+from outrider.power.governor import Policy
+from outrider.runtime.pacing import Pacer
+from outrider.runtime.planner import Planner
+from outrider.runtime.rig import Rig, trace_rig
+from outrider.runtime.rounds import Engine, Request, Round
+from outrider.targets.device import Device, load_device
+from outrider.targets.scenario import Scenario, read_scenario
+from outrider.targets.simulated import DRAFT_COST, TARGET_COST, Machine, ModelCost, perturbed
+from outrider.targets.trace_model import TraceText
+
+__all__ = [
+    "FIXED_K",
+    "SCENARIOS",
+    "PolicyRun",
+    "Rule",
+    "TimelinePoint",
+    "compare",
+    "find_scenario",
+    "fixed_rules",
+    "format_runs",
+    "parse_rule",
+    "run_policy",
+]
+
+FIXED_K = (1, 2, 3, 4, 6, 8, 12)
+CAP_WINDOW_S = 10.0
+REST_STEP_S = 1.0
+POINT_S = 1.0  # between points of a timeline
+
+_FOLDER = Path(outrider.targets.__file__).parent / "scenarios"
+SCENARIOS = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+"""Names of the scenarios that ship with the package."""
+
+
+def find_scenario(name: str) -> Scenario:
+    """A scenario that ships with the package, by name, or one from a path (ends in .toml)."""
+    if name.endswith(".toml"):
+        return read_scenario(name)
+    if name not in SCENARIOS:
+        known = ", ".join(SCENARIOS)
+        raise UsageError(f"unknown scenario {name!r}; known: {known}; or a path ending in .toml")
+    return read_scenario(_FOLDER / f"{name}.toml")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a policy chooses drafts. `paced` False: nothing but the device's own throttling holds it back."""
+
+    k: int | Literal["auto"]
+    drafter: str | None = None
+    paced: bool = True
+
+    @property
+    def name(self) -> str:
+        """As it is written: `plain`, `governed`, `k=4`, `model k=4`, with `unpaced` behind."""
+        if self.k == 0:
+            name = "plain"
+        elif self.k == "auto":
+            name = "governed" if self.paced else "auto"
+        else:
+            name = f"{self.drafter} k={self.k}" if self.drafter else f"k={self.k}"
+        return name if self.paced or self.k == "auto" else f"{name} unpaced"
+
+
+def parse_rule(text: str) -> Rule:
+    """A rule from its name. Raises UsageError, naming what is known."""
+    words = text.split()
+    paced = words[-1:] != ["unpaced"]
+    words = words if paced else words[:-1]
+    if words in (["plain"], ["governed"], ["auto"]):
+        k: int | Literal["auto"] = 0 if words == ["plain"] else "auto"
+        return Rule(k, paced=paced and words != ["auto"])
+    if words and len(words) <= 2 and words[-1].startswith("k=") and words[-1][2:].isdecimal():
+        return Rule(int(words[-1][2:]), words[0] if len(words) == 2 else None, paced)
+    raise UsageError(
+        f"unknown policy {text!r}; known: plain, governed, auto (ungoverned), k=N, DRAFTER k=N,"
+        " and any but governed with 'unpaced' behind it"
+    )
+
+
+def fixed_rules(drafters: Sequence[str], ks: Sequence[int] = FIXED_K) -> list[Rule]:
+    """Every fixed k, with each drafter alone and, where there are several, with whichever proposes first."""
+    names: list[str | None] = [*drafters] if len(drafters) == 1 else [None, *drafters]
+    return [Rule(k, name) for name in names for k in ks]
+
+
+@dataclass(frozen=True)
+class TimelinePoint:
+    """The true state of the machine at one moment, and what was decoded since the last."""
+
+    time_s: float
+    die_c: float
+    case_c: float
+    power_w: float  # mean since the last point
+    clock_ratio: float
+    k: float | None  # mean drafted a round since the last point
+    tokens: int
+    level: str
+
+
+@dataclass(frozen=True)
+class PolicyRun:
+    """What a policy came to, by the machine's true figures. Simulated.
+
+    `energy_j`, and `seconds` beside it, count the time in which text was asked for; energy is the whole
+    device's, other apps included. `over_limit_s` is time above the limits of `peak_over_c`, the most that
+    the die or the case was above its own (below 0: how much was left). `cap_violation` is by how much of
+    the cap the worst 10 s mean exceeded it (0: never).
+    """
+
+    policy: str
+    tokens: int
+    energy_j: float
+    seconds: float
+    peak_c: float
+    peak_case_c: float
+    peak_over_c: float
+    over_limit_s: float
+    cap_violation: float
+    level_changes: int
+    battery_percent: float | None
+    mean_k: float | None
+    rounds: int
+    timeline: tuple[TimelinePoint, ...] = ()
+    simulated: bool = True
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of the time in which text was asked for."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def j_per_token(self) -> float | None:
+        """Gross joules a token; None when there is none."""
+        return self.energy_j / self.tokens if self.tokens else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for `json`."""
+        return {**as_json(self), "tokens_per_s": self.tokens_per_s, "j_per_token": self.j_per_token}
+
+
+def run_policy(
+    scenario: Scenario,
+    policy: str | Rule,
+    acceptance: Sequence[TraceText],
+    *,
+    device: Device | None = None,
+    target_cost: ModelCost = TARGET_COST,
+    draft_cost: ModelCost = DRAFT_COST,
+    jitter: float = 0.01,
+    timeline: bool = True,
+) -> PolicyRun:
+    """Live through a scenario under a policy.
+
+    `policy` is a rule or its name (`parse_rule`); `acceptance` are the texts of an acceptance trace; `device`
+    replaces the scenario's. The specimen that runs differs from the profile by the scenario's `spread`; the
+    governor knows the profile alone. Equal arguments give equal runs.
+    """
+    rule = parse_rule(policy) if isinstance(policy, str) else policy
+    known = device or load_device(scenario.device)
+    specimen = perturbed(known, scenario.seed, scenario.spread) if scenario.spread else known
+    machine = Machine(
+        specimen,
+        scenario.ambient_c,
+        scenario.seed,
+        events=scenario.events,
+        battery=scenario.battery_percent,
+        preheated_w=scenario.preheated_w,
+        jitter=jitter,
+    )
+    rig = trace_rig(
+        known, acceptance, machine, target_cost=target_cost, draft_cost=draft_cost, seed=scenario.seed
+    )
+    if rule.drafter is not None and rule.drafter not in rig.drafters:
+        raise UsageError(f"unknown drafter {rule.drafter!r}; the trace has: {', '.join(rig.drafters)}")
+    return _Day(scenario, rule, rig, known, timeline).live()
+
+
+def policy_of(scenario: Scenario) -> Policy:
+    """What the governor is told of a scenario's constraints."""
+    return Policy(
+        objective=scenario.objective,  # type: ignore[arg-type]
+        power_cap_w=scenario.power_cap_w,
+        battery_floor_percent=scenario.battery_floor_percent,
+    )
+
+
+def limits_of(scenario: Scenario, device: Device) -> SimpleNamespace:
+    """The device's figures as a governor reads them, with the scenario's limits where they are lower."""
+    return SimpleNamespace(
+        temp_limit_c=_least(device.temp_limit_c, scenario.temp_limit_c),
+        skin_limit_c=_least(device.skin_limit_c, scenario.skin_limit_c),
+        sustained_w=float(device.sustained_w),
+        static_w=float(device.static_w),
+    )
+
+
+def _least(*limits: float | None) -> float | None:
+    known = [float(limit) for limit in limits if limit is not None]
+    return min(known, default=None)
+
+
+@dataclass
+class _Day:
+    """One policy's way through a scenario."""
+
+    scenario: Scenario
+    rule: Rule
+    rig: Rig
+    device: Device
+    keep_timeline: bool
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    asked_s: float = 0.0
+    asked_j: float = 0.0
+    over_s: float = 0.0
+    peak_over_c: float = -np.inf
+    changes: int = 0
+    level: str = "nominal"
+    points: list[TimelinePoint] = field(default_factory=list)
+    course: list[tuple[float, float]] = field(default_factory=list)  # time, joules
+    _since: tuple[float, float, int, int, int] = (0.0, 0.0, 0, 0, 0)  # of the last point
+
+    def live(self) -> PolicyRun:
+        """From the first second to the last."""
+        machine = self._machine
+        self.limits = limits_of(self.scenario, self.device)
+        pacer = self.rig.pacer(policy_of(self.scenario), self.limits) if self.rule.paced else None
+        engine = self.rig.engine(Planner(), pacer)
+        self._look()
+        while (now := machine.elapsed_s) < self.scenario.duration_s - 1e-6:
+            if self.scenario.asked_at(now):
+                self._decode(engine)
+            else:
+                self._rest(pacer)
+        return self._result()
+
+    @property
+    def _machine(self) -> Machine:
+        assert self.rig.machine is not None, "a day is lived on a simulated machine"
+        return self.rig.machine
+
+    def _decode(self, engine: Engine) -> None:
+        """One text, or what of it fits."""
+        machine = self._machine
+        text = self.rig.text(self.scenario.category_at(machine.elapsed_s))
+        request = Request(max_new_tokens=text.max_tokens, k=self.rule.k, drafter=self.rule.drafter)
+        begin_s, begin_j = machine.elapsed_s, machine.energy_j
+        with closing(engine.decode(text.prompt, request)) as rounds:
+            for done in rounds:
+                self._count(done)
+                if machine.elapsed_s >= self.scenario.duration_s:
+                    break
+        self.asked_s += machine.elapsed_s - begin_s
+        self.asked_j += machine.energy_j - begin_j
+
+    def _count(self, done: Round) -> None:
+        self.tokens += len(done.tokens)
+        self.rounds += 1
+        self.drafted += done.drafted
+        if done.directive is not None:
+            level = str(done.directive.level)
+            self.changes += level != self.level
+            self.level = level
+        self._look()
+
+    def _rest(self, pacer: Pacer | None) -> None:
+        machine = self._machine
+        machine.idle(min(REST_STEP_S, self.scenario.duration_s - machine.elapsed_s))
+        if pacer is not None:
+            pacer.poll()
+        self._look()
+
+    def _look(self) -> None:
+        """Take note of the machine's true state."""
+        machine, now = self._machine, self._machine.elapsed_s
+        before = self.course[-1][0] if self.course else 0.0
+        over_c = self._over_c()
+        self.peak_over_c = max(self.peak_over_c, over_c)
+        self.over_s += (now - before) if over_c > 0.0 else 0.0
+        self.course.append((now, machine.energy_j))
+        if self.keep_timeline and (not self.points or now - self._since[0] >= POINT_S):
+            self._add_point(now)
+
+    def _over_c(self) -> float:
+        """How far the hotter of die and case is above its limit."""
+        hot, limits = self._machine.temperatures, self.limits
+        pairs = ((hot.die_c, limits.temp_limit_c), (hot.case_c, limits.skin_limit_c))
+        return max((c - limit for c, limit in pairs if limit is not None), default=-np.inf)
+
+    def _add_point(self, now: float) -> None:
+        machine, (then, joules, tokens, drafted, rounds) = self._machine, self._since
+        ran = self.rounds - rounds
+        self.points.append(
+            TimelinePoint(
+                time_s=now,
+                die_c=machine.temperatures.die_c,
+                case_c=machine.temperatures.case_c,
+                power_w=(machine.energy_j - joules) / (now - then) if now > then else machine.power_w,
+                clock_ratio=machine.clock_ratio,
+                k=(self.drafted - drafted) / ran if ran else None,
+                tokens=self.tokens - tokens,
+                level=self.level,
+            )
+        )
+        self._since = (now, machine.energy_j, self.tokens, self.drafted, self.rounds)
+
+    def _result(self) -> PolicyRun:
+        machine = self._machine
+        return PolicyRun(
+            policy=self.rule.name,
+            tokens=self.tokens,
+            energy_j=self.asked_j,
+            seconds=self.asked_s,
+            peak_c=machine.peak.die_c,
+            peak_case_c=machine.peak.case_c,
+            peak_over_c=float(self.peak_over_c),
+            over_limit_s=self.over_s,
+            cap_violation=cap_violation(self.course, self.scenario.power_cap_w),
+            level_changes=self.changes,
+            battery_percent=machine.battery,
+            mean_k=self.drafted / self.rounds if self.rounds else None,
+            rounds=self.rounds,
+            timeline=tuple(self.points),
+        )
+
+
+def cap_violation(
+    course: Sequence[tuple[float, float]], cap_w: float | None, window_s: float = CAP_WINDOW_S
+) -> float:
+    """By how much of the cap the worst mean over `window_s` exceeds it, from (time, joules) so far."""
+    if cap_w is None or len(course) < 2:
+        return 0.0
+    times, joules = np.array(course).T
+    ends = times[times >= times[0] + window_s]
+    if not len(ends):
+        return 0.0
+    spent = np.interp(ends, times, joules) - np.interp(ends - window_s, times, joules)
+    return max(0.0, float(spent.max()) / window_s / cap_w - 1.0)
+
+
+def compare(
+    scenario: Scenario,
+    policies: Sequence[str],
+    acceptance: Sequence[TraceText],
+    *,
+    device: Device | None = None,
+    progress: Callable[[str, float], None] | None = None,
+    **costs: Any,
+) -> list[PolicyRun]:
+    """One run a policy, in order; `best-fixed` tries every fixed k and gives the one with the most tokens.
+
+    Of the fixed ones those that keep limit and cap (within 1 °C and 3 %) come before those that do not.
+    """
+    drafters = list(dict.fromkeys(name for text in acceptance for name in text.runs))
+    jobs: list[tuple[str, Rule]] = []
+    for name in policies:
+        rules = fixed_rules(drafters) if name == "best-fixed" else [parse_rule(name)]
+        jobs += [(name, rule) for rule in rules]
+    found: dict[str, list[PolicyRun]] = {}
+    for number, (name, rule) in enumerate(jobs):
+        if progress is not None:
+            progress("simulating", number / len(jobs))
+        found.setdefault(name, []).append(run_policy(scenario, rule, acceptance, device=device, **costs))
+    return [max(runs, key=_merit) for runs in found.values()]
+
+
+def _merit(run: PolicyRun) -> tuple[bool, int]:
+    return run.peak_over_c <= 1.0 and run.cap_violation <= 0.03, run.tokens
+
+
+def format_runs(scenario: Scenario, runs: Sequence[PolicyRun]) -> str:
+    """A table of policies; its first line says that it is simulated."""
+    head = ["policy", "tokens", "tokens/s", "J/token", "mean k", "peak °C", "case °C", "s over limit"]
+    head += ["cap broken by", "battery %", "level changes"]
+    rows = [_row(run) for run in runs]
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    lines = ["  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in [head, *rows]]
+    title = f"SIMULATED: {scenario.name}, {scenario.device}, {scenario.duration_s / 60:.0f} minutes"
+    return "\n".join([title, *(line.rstrip() for line in lines)])
+
+
+def _row(run: PolicyRun) -> list[str]:
+    return [
+        run.policy,
+        str(run.tokens),
+        f"{run.tokens_per_s:.2f}",
+        "-" if run.j_per_token is None else f"{run.j_per_token:.3f}",
+        "-" if run.mean_k is None else f"{run.mean_k:.1f}",
+        f"{run.peak_c:.1f}",
+        f"{run.peak_case_c:.1f}",
+        f"{run.over_limit_s:.0f}",
+        f"{run.cap_violation:.1%}",
+        "-" if run.battery_percent is None else f"{run.battery_percent:.1f}",
+        str(run.level_changes),
+    ]
