@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from outrider.cli import cli
+from outrider.cli.check import describe
 from outrider.contracts import Graph, Output
 from outrider.errors import BundleError
 from outrider.manifest import describe_file, read_manifest, write_manifest
@@ -295,14 +296,30 @@ def test_logits_that_are_not_finite_are_a_problem(
     assert by_role(result)[role].kl is None
 
 
-def test_a_bundle_without_a_probe_is_not_called_ok(
+def test_without_evaluation_all_the_rest_is_proven_and_the_verdict_says_what_is_missing(
     tiny_models: dict[str, Path], export_tiny: Callable[..., Any], tmp_path: Path
 ) -> None:
-    export_tiny(tmp_path / "bundle", (tiny_models["target"], "int8"), evaluate=False)
+    pair = (tiny_models["target"], "int8"), (tiny_models["draft"], "int8")
+    export_tiny(tmp_path / "bundle", *pair, evaluate=False)
+    result = check(tmp_path / "bundle")
+    assert (result.ok, result.evaluated) == (True, False)
+    for graph in result.graphs:
+        assert (graph.executed_artifact, graph.evaluated, graph.kl) == (True, False, None)
+        assert graph.row_independence is not None
+    assert {text.drafter for text in result.texts} == {"lookup", "model"}
+    lines = describe(result).splitlines()
+    assert lines[-1].startswith("ok, but not evaluated: it was exported with --no-evaluate")
+    assert sum("not evaluated: the bundle holds no logits" in line for line in lines) == 2
+
+
+def test_without_evaluation_a_leaking_target_is_still_refused(
+    tiny_models: dict[str, Path], export_tiny: Callable[..., Any], wrap: Any, tmp_path: Path
+) -> None:
+    export_tiny(tmp_path / "bundle", (tiny_models["target"], "int8"), max_context=16, evaluate=False)
+    wrap("target", lambda logits, tokens: logits + 0.01 * tokens[-1])
     result = check(tmp_path / "bundle")
     assert not result.ok
-    assert "no probe" in result.problems[0]
-    assert [text.drafter for text in result.texts] == ["lookup"] * len(result.texts)
+    assert "verify rows feel later rows" in result.problems[0]
 
 
 def test_a_small_context_can_be_checked(

@@ -46,6 +46,8 @@ def describe(result: Check) -> str:
     for graph in result.graphs:
         done = f"executed {graph.via}" if graph.executed_artifact else "NOT executed"
         lines.append(f"{graph.role}: {done} by {graph.backend} on {graph.unit}, {graph.profile}")
+        if graph.executed_artifact and not graph.evaluated:
+            lines.append("  not evaluated: the bundle holds no logits of the float reference")
         if graph.kl is not None:
             lines.append(
                 f"  against the float reference: KL {graph.kl:.4f} nats, top-1 agreement "
@@ -58,7 +60,18 @@ def describe(result: Check) -> str:
             lines.append(f"  acceptance in the texts below: {graph.acceptance:.2f}")
     lines += [f"greedy text with {text.drafter} k={text.k}: {_same(text)}" for text in result.texts]
     lines += [f"PROBLEM {problem}" for problem in result.problems]
-    return "\n".join([*lines, "ok" if result.ok else "NOT ok"])
+    return "\n".join([*lines, _verdict(result)])
+
+
+def _verdict(result: Check) -> str:
+    if not result.ok:
+        return "NOT ok"
+    if result.evaluated:
+        return "ok"
+    return (
+        "ok, but not evaluated: it was exported with --no-evaluate, so how far its logits are from the "
+        "float weights is unknown"
+    )
 
 
 def _width(moved: float) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from outrider.contracts import Graph
+from outrider.contracts import Float32Array, Graph, IntArray
 from outrider.errors import BackendError, BundleError
-from outrider.manifest import GraphEntry, Manifest, bundle_path
+from outrider.manifest import GraphEntry, bundle_path
 from outrider.runtime.load import Placement, load
 from outrider.runtime.pipeline import Pipeline, Result
 from outrider.runtime.proof import Agreement, RowIndependence, agreement, probe_rows, row_independence
@@ -30,12 +30,18 @@ PROMPTS = (
     "Explain in two sentences what a lighthouse is for.",
     "Write a short Python function that adds two numbers.",
 )
+UNEVALUATED_TOKENS = 48  # as many as a probe holds
 Progress = Callable[[str, float], None]
+Probe = tuple[IntArray, list[int], Float32Array | None]
+"""Tokens [S], rows [R], and the float reference's logits [R, V] where the export stored them."""
 
 
 @dataclass(frozen=True)
 class GraphCheck:
-    """What was found about one graph. Errors are against the float reference on the stored probe."""
+    """What was found about one graph. Errors are against the float reference on the stored probe.
+
+    `evaluated` False: the bundle holds no probe, so nothing is known about them; the rest was proven.
+    """
 
     role: str
     backend: str
@@ -49,6 +55,7 @@ class GraphCheck:
     row_independence: RowIndependence | None
     acceptance: float | None  # drafts: accepted / evaluated in the greedy runs of this check
     problems: tuple[str, ...] = ()
+    evaluated: bool = True
 
 
 @dataclass(frozen=True)
@@ -66,13 +73,14 @@ class TextCheck:
 
 @dataclass(frozen=True)
 class Check:
-    """The verdict on a bundle."""
+    """The verdict on a bundle; `evaluated` False: of all but the distance from the float weights."""
 
     ok: bool
     graphs: tuple[GraphCheck, ...]
     texts: tuple[TextCheck, ...]
     problems: tuple[str, ...] = ()
     placement: tuple[Placement, ...] = field(default=())
+    evaluated: bool = True
 
 
 def check_bundle(
@@ -87,7 +95,10 @@ def check_bundle(
         graphs = []
         for placed in pipeline.placement:
             tell(f"{placed.role}: probe", 0.0)
-            graphs.append(_check_graph(directory, manifest, placed, _graph(pipeline, placed.role)))
+            graph = _graph(pipeline, placed.role)
+            entry = next(g for g in manifest.roles[placed.role].graphs if g.path == placed.path)
+            probe = _read_probe(directory, entry) or _unevaluated(pipeline, graph)
+            graphs.append(_check_graph(placed, graph, probe))
         problems = [f"{graph.role}: {problem}" for graph in graphs for problem in graph.problems]
         texts: list[TextCheck] = []
         if all(graph.executed_artifact for graph in graphs):
@@ -99,7 +110,10 @@ def check_bundle(
         problems += [
             _difference(text) for text in texts if text.first_difference is not None and not text.near_tie
         ]
-        return Check(not problems, tuple(graphs), tuple(texts), tuple(problems), pipeline.placement)
+        evaluated = all(graph.evaluated for graph in graphs)
+        return Check(
+            not problems, tuple(graphs), tuple(texts), tuple(problems), pipeline.placement, evaluated
+        )
 
 
 def _width_noise(graphs: Sequence[GraphCheck]) -> float:
@@ -115,16 +129,19 @@ def _graph(pipeline: Pipeline, role: str) -> Graph:
     return graph
 
 
-def _check_graph(directory: Path, manifest: Manifest, placed: Placement, graph: Graph) -> GraphCheck:
-    entry = next(g for g in manifest.roles[placed.role].graphs if g.path == placed.path)
+def _unevaluated(pipeline: Pipeline, graph: Graph) -> Probe:
+    """Tokens to run a graph on where the export stored none, and no reference."""
+    ids = pipeline.tokenizer.encode(" ".join(PROMPTS))[: min(UNEVALUATED_TOKENS, graph.max_context)]
+    return np.asarray(ids, np.int64), [len(ids) - 1], None
+
+
+def _check_graph(placed: Placement, graph: Graph, probe: Probe) -> GraphCheck:
     found: Agreement | None = None
     rows: RowIndependence | None = None
     executed = False
     try:
-        found, rows, problems = _prove(placed.role, graph, _read_probe(directory, entry))
+        found, rows, problems = _prove(placed.role, graph, probe)
         executed = True
-    except BundleError:
-        raise
     except Exception as error:  # whatever its library raises, a graph that does not run is a finding
         problems = [f"cannot be run as the manifest describes it ({_first_line(error)}); export it again"]
     return GraphCheck(
@@ -140,24 +157,19 @@ def _check_graph(directory: Path, manifest: Manifest, placed: Placement, graph: 
         row_independence=rows,
         acceptance=None,
         problems=tuple(problems),
+        evaluated=probe[2] is not None,
     )
 
 
 def _prove(
-    role: str, graph: Graph, probe: tuple[np.ndarray, list[int], np.ndarray] | None
+    role: str, graph: Graph, probe: Probe
 ) -> tuple[Agreement | None, RowIndependence | None, list[str]]:
-    if probe is None:
-        graph.forward([1], logits="last")
-        return (
-            None,
-            None,
-            ["the bundle holds no probe (exported with --no-evaluate); its logits are unproven"],
-        )
     tokens, wanted, reference = probe
     ours = probe_rows(graph, tokens, wanted)
     if not np.isfinite(ours).all():
         return None, None, ["logits are not finite: the weights are damaged; export the bundle again"]
-    found, rows = agreement(ours, reference), row_independence(graph, tokens)
+    found = None if reference is None else agreement(ours, reference)
+    rows = row_independence(graph, tokens)
     return found, rows, _judge(role, found, rows)
 
 
@@ -165,16 +177,16 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _judge(role: str, found: Agreement, rows: RowIndependence) -> list[str]:
+def _judge(role: str, found: Agreement | None, rows: RowIndependence) -> list[str]:
     problems = []
-    if found.kl > MAX_KL:
+    if found is not None and found.kl > MAX_KL:
         problems.append(f"logits are {found.kl:.2f} nats from the float reference, more than {MAX_KL}")
     if rows.suffix > SUFFIX_NOISE * rows.spread and role == "target":
         problems.append(f"verify rows feel later rows (by {rows.suffix:.1e}): this target is not lossless")
     return problems
 
 
-def _read_probe(directory: Path, entry: GraphEntry) -> tuple[np.ndarray, list[int], np.ndarray] | None:
+def _read_probe(directory: Path, entry: GraphEntry) -> Probe | None:
     name = next((name for name in entry.files if name.endswith(PROBE_NAME)), None)
     if name is None:
         return None
