@@ -15,28 +15,53 @@ from outrider.cli.options import (
     open_pipeline,
     print_json,
 )
+from outrider.cli.record import adb_option, sensors_of
 
 if TYPE_CHECKING:
-    from outrider.contracts import Costs
-    from outrider.runtime.doctor import BreakEven, Machine
+    from outrider.contracts import Costs, Reading
+    from outrider.power.state import State
+    from outrider.runtime.doctor import BreakEven, Machine, Telemetry
 
 __all__ = ["command"]
+
+UNITS = {
+    "power": "W",
+    "energy": "J",
+    "temperature": "°C",
+    "headroom": "of 1",
+    "throttle": "of 1",
+    "clock": "Hz",
+    "clock_limit": "Hz",
+    "clock_max": "Hz",
+    "battery": "%",
+    "charging": "of 1",
+    "memory_available": "MB",
+    "memory_limit": "MB",
+    "memory_used": "MB",
+    "memory_pressure": "%",
+}
 
 
 @click.command(name="doctor")
 @click.argument("bundle", required=False, type=click.Path(path_type=Path), callback=existing_bundle)
 @loading_options
+@adb_option
 @json_option
-def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
-    """Say what this machine has, and for a BUNDLE, the acceptance at which each k starts to pay here."""
-    from outrider.runtime.doctor import break_even, inspect_machine, measure_costs
+def command(bundle: Path | None, adb: str | None, as_json_text: bool, **options: Any) -> None:
+    """Say what this machine has and measures, and for a BUNDLE, the acceptance at which each k starts to pay.
+
+    Every source of telemetry is listed with its value, or with why it has none and what would change that.
+    """
+    from outrider.runtime.doctor import break_even, inspect_machine, inspect_telemetry, measure_costs
 
     machine = inspect_machine()
+    sensors = sensors_of(adb)
+    telemetry = inspect_telemetry(sensors) if adb is None else inspect_telemetry(sensors, kinds=())
     if not as_json_text:
-        click.echo(describe_machine(machine))
+        click.echo("\n".join([describe_machine(machine), "", describe_telemetry(telemetry)]))
     if bundle is None:
         if as_json_text:
-            print_json({"machine": machine})
+            print_json({"machine": machine, "telemetry": telemetry})
         return
     bar = ProgressBar()
     with open_pipeline(bundle, options) as pipeline:
@@ -45,7 +70,8 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
         bar.close()
     table = break_even(costs)
     if as_json_text:
-        print_json({"machine": machine, "placement": placement, "costs": costs, "break_even": table})
+        found = {"machine": machine, "telemetry": telemetry, "placement": placement}
+        print_json({**found, "costs": costs, "break_even": table})
     else:
         click.echo("\n".join(["", *placement, "", describe_costs(costs, table)]))
 
@@ -60,6 +86,49 @@ def describe_machine(machine: Machine) -> str:
     ]
     lines += [f"extra {name:6} {state}" for name, state in machine.extras.items()]
     return "\n".join(lines)
+
+
+def describe_telemetry(telemetry: Telemetry) -> str:
+    """Sources that can be read, those that cannot with the reason, and what follows from all of them."""
+    lines = ["telemetry"]
+    wide = max((len(reading.source) for reading in telemetry.readings), default=0)
+    lines += [f"  {reading.source:{wide}}  {_figure(reading)}" for reading in telemetry.readings]
+    if not telemetry.readings:
+        lines.append("  no source was found")
+    lines.append(f"  seen as: {_seen(telemetry.state)}")
+    if telemetry.absent:
+        lines.append(f"  not on this machine: {', '.join(telemetry.absent)}")
+    return "\n".join(lines)
+
+
+def _figure(reading: Reading) -> str:
+    if reading.value is None:
+        return f"{reading.quantity:16} not readable: {reading.reason}"
+    value = f"{reading.value:.4g}" if abs(reading.value) < 1e4 else f"{reading.value:.0f}"
+    note = f"; {reading.reason}" if reading.reason else ""
+    return (
+        f"{reading.quantity:16} {value} {UNITS[reading.quantity]} ({reading.scope}, {reading.method}{note})"
+    )
+
+
+def _seen(state: State) -> str:
+    """The figures that the governor would go by."""
+    figures = {
+        "die": (state.die_c, "°C"),
+        "skin": (state.skin_c, "°C"),
+        "headroom": (state.headroom, "of 1"),
+        "throttle": (state.throttle, "of 1"),
+        "clock": (state.clock_ratio, "of 1"),
+        f"power ({state.power_scope}, {state.power_method})" if state.power_scope else "power": (
+            state.power_w,
+            "W",
+        ),
+        "battery": (state.battery_percent, "%"),
+        "memory available": (state.memory_available_mb, "MB"),
+    }
+    known = [f"{name} {value:.5g} {unit}" for name, (value, unit) in figures.items() if value is not None]
+    unknown = [name for name, (value, _) in figures.items() if value is None]
+    return ", ".join([*known, *([f"unknown {', '.join(unknown)}"] if unknown else [])])
 
 
 def describe_costs(costs: Costs, table: list[BreakEven]) -> str:

@@ -6,6 +6,7 @@ not damage it, and a trace that was cut off is read up to there.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -109,7 +110,8 @@ class TelemetryWriter:
             while done < len(data):  # an unbuffered file may take a part
                 done += self._file.write(data[done:]) or 0
         except OSError as error:
-            self._cut()
+            if done:
+                self._cut()
             self.error = self._refused(error)
             raise self.error from None
         self._size += len(data)
@@ -123,10 +125,10 @@ class TelemetryWriter:
 
     def _refused(self, error: OSError) -> TelemetryError:
         written = f"; what was written before is whole ({self.batches} reads)" if self.batches else ""
-        return TelemetryError(
-            f"cannot write {self._name}: {error.strerror or error}{written}."
-            " Make room or choose another file with -o"
+        fix = (
+            "make room on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "choose another file"
         )
+        return TelemetryError(f"cannot write {self._name}: {error.strerror or error}{written}; {fix}")
 
 
 def _record(reading: Reading) -> dict[str, Any]:

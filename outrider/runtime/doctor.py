@@ -15,14 +15,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outrider.contracts import Costs, Graph, Sampling
+from outrider.contracts import Costs, Graph, Reading, Sampling
+from outrider.power.monitor import Monitor
+from outrider.power.sensors import SOURCES
+from outrider.power.sensors.system import Sensor
+from outrider.power.state import State
 from outrider.runtime.costs import verify_time
 from outrider.runtime.planner import expected_tokens
 
 if TYPE_CHECKING:
     from outrider.runtime.pipeline import Pipeline
 
-__all__ = ["BreakEven", "Machine", "break_even", "inspect_machine", "measure_costs"]
+__all__ = [
+    "BreakEven",
+    "Machine",
+    "Telemetry",
+    "break_even",
+    "inspect_machine",
+    "inspect_telemetry",
+    "measure_costs",
+]
 
 EXTRAS = {
     "export": ("torch", "turns checkpoints into bundles"),
@@ -30,6 +42,7 @@ EXTRAS = {
 }
 WIDTHS = (1, 2, 3, 5, 9)
 PREFIX = 64  # tokens in the cache while costs are measured
+SETTLE_S = (0.3, 1.5)  # a power is the mean between two reads; powermetrics prints once a second
 Progress = Callable[[str, float], None]
 
 
@@ -44,6 +57,18 @@ class Machine:
     onnxruntime: str
     providers: tuple[str, ...]
     extras: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """What the sensors say: every source with a value or the reason why not, and the state that follows.
+
+    `absent` names the kinds of source that this machine does not have.
+    """
+
+    readings: tuple[Reading, ...]
+    state: State
+    absent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +117,34 @@ def _extra(name: str) -> str:
     if importlib.util.find_spec(module) is not None:
         return f"installed: {adds}"
     return f"absent: pip install 'outrider[{name}]' {adds}"
+
+
+def inspect_telemetry(
+    sensors: Sequence[Sensor],
+    sleep: Callable[[float], object] = time.sleep,
+    kinds: Sequence[Any] = SOURCES,
+) -> Telemetry:
+    """Read every sensor until each has said something, at most three times.
+
+    Of `kinds`, those that none of the sensors is of are named as absent.
+    """
+    monitor = Monitor(sensors, interval_s=0.05)
+    heard: list[Reading] = []
+    monitor.listeners.append(heard.extend)
+    state = monitor.poll()
+    try:
+        for pause_s in SETTLE_S[: 1 if len(heard) >= len(sensors) else 2]:
+            sleep(pause_s)
+            state = monitor.poll()
+    finally:
+        monitor.stop()
+    absent = {_name(kind) for kind in kinds if not any(isinstance(sensor, kind) for sensor in sensors)}
+    readings = sorted(monitor.readings(), key=lambda reading: (reading.value is None, reading.source))
+    return Telemetry(tuple(readings), state, tuple(sorted(absent)))
+
+
+def _name(kind: Any) -> str:
+    return str(getattr(kind, "name", kind.__name__.lower()))
 
 
 def measure_costs(pipeline: Pipeline, repeats: int = 5, progress: Progress | None = None) -> Costs:

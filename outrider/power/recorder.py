@@ -1,0 +1,130 @@
+"""Recording telemetry into a trace, with an account of what came and what is missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.contracts import Clock, Reading
+from outrider.power.monitor import STALE_PERIODS, Monitor, plausible
+from outrider.power.telemetry import TelemetryWriter
+
+__all__ = ["Coverage", "Recorded", "record"]
+
+_LOOK_S = 0.2  # how often the recording looks whether it should end
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a recording holds. A gap is a time without a value of a source longer than 3 of its periods."""
+
+    path: str
+    seconds: float
+    readings: int  # with a value
+    sources: int  # that ever gave a value
+    silent: tuple[str, ...]  # sources that never did
+    gaps: int
+    longest_gap_s: float
+    longest_gap: str  # the source that had it
+    overhead_share: float  # of the recording's time, spent reading sensors
+
+
+class Coverage:
+    """Counts, as a monitor's listener, what comes from each source and the gaps in it."""
+
+    def __init__(self, periods: Mapping[str, float]) -> None:
+        self.readings = 0
+        self.gaps = 0
+        self.longest_gap = (0.0, "")
+        self._periods = periods
+        self._heard: set[str] = set()
+        self._last: dict[tuple[str, str], float] = {}
+
+    def __call__(self, readings: Sequence[Reading]) -> None:
+        """Count one batch."""
+        for reading in readings:
+            self._heard.add(reading.source)
+            if not plausible(reading):
+                continue
+            self.readings += 1
+            key = (reading.source, reading.quantity)
+            self._look_for_gap(key, reading.time_s)
+            self._last[key] = reading.time_s
+
+    def end(self, time_s: float) -> None:
+        """Count the gaps that last until the end."""
+        for key in list(self._last):
+            self._look_for_gap(key, time_s)
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """Those that gave a value."""
+        return frozenset(source for source, _ in self._last)
+
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """Those that gave none."""
+        return tuple(sorted(self._heard - self.sources))
+
+    def _look_for_gap(self, key: tuple[str, str], time_s: float) -> None:
+        gap_s = time_s - self._last.get(key, time_s)
+        if gap_s > STALE_PERIODS * self._periods.get(key[0], 1.0):
+            self.gaps += 1
+            self.longest_gap = max(self.longest_gap, (gap_s, key[0]))
+
+
+def record(
+    monitor: Monitor,
+    path: str | Path,
+    seconds: float | None = None,
+    clock: Clock = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+    **header: Any,
+) -> Recorded:
+    """Write what a monitor reads to a trace for `seconds`, or until Ctrl-C, which is a normal end.
+
+    Raises TelemetryError when the file cannot be written; what was written before stays a valid trace.
+    """
+    coverage = Coverage(monitor.periods)
+    began_s = clock()
+    with TelemetryWriter(path, monitor.periods, interval_s=monitor.interval_s, **header) as writer:
+        monitor.listeners += [coverage, writer]
+        try:
+            with monitor:
+                _wait(monitor, writer, seconds, clock, sleep)
+        finally:
+            monitor.listeners = [known for known in monitor.listeners if known not in (coverage, writer)]
+        if writer.error is not None:
+            raise writer.error
+    coverage.end(clock())
+    gap_s, gap_source = coverage.longest_gap
+    return Recorded(
+        path=str(path),
+        seconds=clock() - began_s,
+        readings=coverage.readings,
+        sources=len(coverage.sources),
+        silent=coverage.silent,
+        gaps=coverage.gaps,
+        longest_gap_s=gap_s,
+        longest_gap=gap_source,
+        overhead_share=monitor.overhead_share,
+    )
+
+
+def _wait(
+    monitor: Monitor,
+    writer: TelemetryWriter,
+    seconds: float | None,
+    clock: Clock,
+    sleep: Callable[[float], object],
+) -> None:
+    end_s = None if seconds is None else clock() + seconds
+    try:
+        while writer.error is None and (end_s is None or clock() < end_s):
+            sleep(_LOOK_S if end_s is None else min(_LOOK_S, max(0.0, end_s - clock())))
+            monitor.state()  # notices a blocked sensor
+    except KeyboardInterrupt:
+        return
