@@ -66,7 +66,8 @@ class Scripted:
 
 
 def draft_graph(clock=None):
-    return FakeGraph(VOCAB, logits=DRAFT, clock=clock, costs_s={1: 0.01} if clock else None)
+    costs_s = {1: 0.01} if clock else None
+    return FakeGraph(VOCAB, logits=DRAFT, clock=clock, costs_s=costs_s, max_context=2048)
 
 
 def make(pacer=None, clock=None, reopen=True, **options):

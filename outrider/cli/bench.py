@@ -10,6 +10,7 @@ import click
 from outrider.cli.options import (
     ProgressBar,
     bundle_argument,
+    governing_options,
     json_option,
     loading_options,
     open_pipeline,
@@ -35,6 +36,7 @@ __all__ = ["command"]
 @click.option("--repeats", "-r", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--format", "-o", "style", type=click.Choice(["md", "csv", "json"]), default="md")
 @loading_options
+@governing_options
 @json_option
 def command(bundle: Path, style: str, as_json_text: bool, **options: Any) -> None:
     """Measure a bundle. Every speculative row stands beside the plain row of the same prompts and run."""
@@ -47,7 +49,7 @@ def command(bundle: Path, style: str, as_json_text: bool, **options: Any) -> Non
     drafters, repeats = options.pop("drafters"), options.pop("repeats")
     tokens, prompt_tokens = options.pop("max_tokens"), options.pop("prompt_tokens")
     bar = ProgressBar()
-    with open_pipeline(bundle, options) as pipeline:
+    with open_pipeline(bundle, options, governor=False) as pipeline:
         if style == "md":
             click.echo("\n".join(map(str, pipeline.placement)))
         settings = _settings(pipeline, drafters, ks)

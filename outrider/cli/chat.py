@@ -11,6 +11,7 @@ from outrider.cli.generate import summary
 from outrider.cli.options import (
     bundle_argument,
     decoding_options,
+    governing_options,
     loading_options,
     open_pipeline,
     parse_k,
@@ -28,6 +29,7 @@ __all__ = ["command"]
 @click.option("--system", help="A system message.")
 @decoding_options
 @loading_options
+@governing_options
 def command(bundle: Path, system: str | None, **options: Any) -> None:
     """Talk to a bundle. An empty line or Ctrl-D ends; Ctrl-C stops the answer, not the conversation."""
     messages = [{"role": "system", "content": system}] if system else []

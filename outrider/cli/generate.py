@@ -11,6 +11,7 @@ import click
 from outrider.cli.options import (
     bundle_argument,
     decoding_options,
+    governing_options,
     json_option,
     loading_options,
     open_pipeline,
@@ -35,6 +36,7 @@ __all__ = ["command", "summary"]
 @click.option("--logprobs", type=click.IntRange(min=0), help="Alternatives per token; needs --json.")
 @decoding_options
 @loading_options
+@governing_options
 @json_option
 def command(bundle: Path, as_json_text: bool, **options: Any) -> None:
     """Complete a prompt. The text is the target's own, whatever drafts."""

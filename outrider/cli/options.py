@@ -22,6 +22,7 @@ __all__ = [
     "bundle_argument",
     "decoding_options",
     "existing_bundle",
+    "governing_options",
     "json_option",
     "loading_options",
     "open_pipeline",
@@ -54,6 +55,34 @@ _LOADING = [
     ),
     click.option("--no-draft", is_flag=True, help="Do not load the bundle's draft; lookup still drafts."),
     click.option("--verify", type=click.Choice(["size", "full"]), default="size", help="What load checks."),
+]
+
+_GOVERNING = [
+    click.option(
+        "--objective",
+        type=click.Choice(["latency", "energy", "balanced"]),
+        default="latency",
+        show_default=True,
+        help="What drafts are for: tokens per second, joules per token, or both.",
+    ),
+    click.option("--power-cap", "power_cap_w", type=float, metavar="W", help="Keep mean power below."),
+    click.option("--temp-limit", "temp_limit_c", type=float, metavar="C", help="Keep temperature below."),
+    click.option(
+        "--battery-floor",
+        "battery_floor_percent",
+        type=float,
+        metavar="PERCENT",
+        help="From here down, off the charger, save energy.",
+    ),
+    click.option(
+        "--memory-limit", "memory_limit_mb", type=float, metavar="MB", help="For weights and caches."
+    ),
+    click.option("--device", metavar="NAME|FILE", help="Profile of this machine; see outrider devices."),
+    click.option("--telemetry", type=click.Path(path_type=Path), help="Play a recorded trace, not sensors."),
+    click.option(
+        "--governor-log", type=click.Path(path_type=Path), help="Write the governor's decisions here."
+    ),
+    click.option("--no-governor", is_flag=True, help="Never let heat shorten drafts."),
 ]
 
 _DECODING = [
@@ -91,10 +120,14 @@ def _apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:
 
 loading_options = _apply(_LOADING)
 decoding_options = _apply(_DECODING)
+governing_options = _apply(_GOVERNING)
 
 
-def open_pipeline(bundle: Path, options: dict[str, Any]) -> Pipeline:
-    """Load a bundle with the shared loading options, which are taken out of `options`."""
+def open_pipeline(bundle: Path, options: dict[str, Any], *, governor: bool | None = None) -> Pipeline:
+    """Load a bundle with the shared loading and governing options, which are taken out of `options`.
+
+    `governor` holds unless a governing option was given; see `outrider.load`.
+    """
     import outrider
 
     return outrider.load(
@@ -104,7 +137,20 @@ def open_pipeline(bundle: Path, options: dict[str, Any]) -> Pipeline:
         draft_providers=options.pop("draft_provider") or None,
         draft=not options.pop("no_draft"),
         verify=options.pop("verify"),
+        **_governing_from(options, governor),
     )
+
+
+def _governing_from(options: dict[str, Any], governor: bool | None) -> dict[str, Any]:
+    names = ("objective", "power_cap_w", "temp_limit_c", "battery_floor_percent", "memory_limit_mb")
+    found = {
+        name: options.pop(name) for name in (*names, "device", "telemetry", "governor_log") if name in options
+    }
+    asked = any(
+        value is not None for name, value in found.items() if (name, value) != ("objective", "latency")
+    )
+    off = options.pop("no_governor", False)
+    return {**found, "governor": False if off else None if asked else governor}
 
 
 def sampling_from(options: dict[str, Any]) -> Sampling:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.contracts import Drafter, Graph
 from outrider.errors import BackendError, BundleError, MissingExtraError, UsageError
@@ -17,9 +17,14 @@ from outrider.manifest import verify as verify_files
 from outrider.runtime.chat import ChatTemplate
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.model_drafter import ModelDrafter
+from outrider.runtime.open_pacer import Governing, footprint_mb, open_pacer
 from outrider.runtime.pipeline import Pipeline
 from outrider.runtime.rounds import Engine
 from outrider.runtime.text import Tokenizer
+
+if TYPE_CHECKING:
+    from outrider.power.monitor import Monitor
+    from outrider.targets.device import Device
 
 __all__ = ["BACKENDS", "Placement", "RoleOptions", "load", "open_role", "open_tokenizer"]
 
@@ -82,6 +87,15 @@ def load(
     draft_backend: str | None = None,
     draft_providers: Sequence[str] | None = None,
     draft_provider_options: Mapping[str, Mapping[str, Any]] | None = None,
+    objective: Literal["latency", "energy", "balanced"] = "latency",
+    power_cap_w: float | None = None,
+    temp_limit_c: float | None = None,
+    battery_floor_percent: float | None = None,
+    memory_limit_mb: float | None = None,
+    device: str | os.PathLike[str] | Device | None = None,
+    telemetry: str | os.PathLike[str] | Monitor | None = None,
+    governor: bool | None = None,
+    governor_log: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
     """Load a bundle made by `outrider export`.
 
@@ -90,6 +104,10 @@ def load(
     out, and drafting to n-gram lookup. `verify` "full" also hashes every file. `max_context` holds fewer
     tokens than the bundle allows (the memory of the cache stays: its length is part of the graph).
     Providers are ONNX Runtime's, by name, with options per name.
+
+    From `objective` on: what heat and power may ask of drafts and pauses (never of the text); see
+    `runtime.open_pacer.Governing`. By default drafts get shorter where a sensor says that the machine is hot;
+    `governor` False turns that off. Under `memory_limit_mb` a draft model that does not fit is left out.
 
     Raises BundleError for a damaged bundle, BackendError when no graph of a role can run here, UsageError
     for an option that cannot be honoured.
@@ -100,10 +118,22 @@ def load(
     }
     if verify not in ("size", "full"):
         raise UsageError(f"verify is {verify!r}; known: size, full")
+    governing = Governing(
+        objective,
+        power_cap_w,
+        temp_limit_c,
+        battery_floor_percent,
+        memory_limit_mb,
+        device,
+        telemetry,
+        governor_log,
+        governor,
+    )
     manifest = _checked(directory, full=verify == "full")
     if not draft or "draft" not in manifest.roles:
         _refuse_options(roles.pop("draft"), "draft=False" if not draft else "the bundle has no draft model")
     context = _context(manifest, max_context)
+    sizes = _sizes(manifest, roles, memory_limit_mb)
     with ExitStack() as stack:
         tokenizer = open_tokenizer(directory, manifest)
         graphs: dict[str, Graph] = {}
@@ -112,12 +142,19 @@ def load(
             graphs[role], placed = open_role(directory, role, manifest.roles[role], options, context)
             stack.callback(graphs[role].close)
             placement.append(placed)
+
+        def reopen() -> Graph:
+            return open_role(directory, "draft", manifest.roles["draft"], roles["draft"], context)[0]
+
+        drafters = _drafters(graphs.get("draft"), reopen, placement[-1], tokenizer)
+        stack.callback(_close_drafters, drafters)
         engine = Engine(
             graphs["target"],
-            _drafters(graphs.get("draft"), placement[-1], tokenizer),
+            drafters,
             vocab_limit=min(tokenizer.id_limit, graphs["target"].vocab_size),
             prefill_chunk=placement[0].prefill_width or DEFAULT_PREFILL,
             near_tie=_near_tie(manifest),
+            pacer=open_pacer(governing, stack, list(drafters), sizes["target"], sizes.get("draft", 0.0)),
         )
         template = _template(directory, manifest, tokenizer)
         return Pipeline(
@@ -194,6 +231,34 @@ def _context(manifest: Manifest, wanted: int | None) -> int | None:
     return wanted
 
 
+def _sizes(manifest: Manifest, roles: dict[str, RoleOptions], limit_mb: float | None) -> dict[str, float]:
+    """MB that each role takes, by its preferred graph; a draft that does not fit is taken out of `roles`."""
+    sizes = {role: footprint_mb(manifest.roles[role].by_preference()[0]) for role in roles}
+    if limit_mb is None:
+        return sizes
+    if sizes["target"] > limit_mb:
+        raise UsageError(
+            f"memory_limit_mb is {limit_mb:g}, but the target alone takes {sizes['target']:.0f} MB; raise it, or"
+            " export with a smaller recipe or context"
+        )
+    if "draft" in sizes and sizes["target"] + sizes["draft"] > limit_mb:
+        _log.warning(
+            "the draft model (%.0f MB) is left out: beside the target (%.0f MB) it exceeds the limit of %g MB",
+            sizes.pop("draft"),
+            sizes["target"],
+            limit_mb,
+        )
+        del roles["draft"]
+    return sizes
+
+
+def _close_drafters(drafters: Mapping[str, Drafter]) -> None:
+    for drafter in drafters.values():
+        close = getattr(drafter, "close", None)
+        if close is not None:
+            close()
+
+
 def _near_tie(manifest: Manifest) -> float:
     """The gap, in logits, below which this target's choice may turn on the width of the forward.
 
@@ -243,12 +308,14 @@ def _template(
     return ChatTemplate(bundle_path(directory, name).read_text(encoding="utf-8"), special)
 
 
-def _drafters(draft: Graph | None, placed: Placement, tokenizer: Tokenizer) -> dict[str, Drafter]:
+def _drafters(
+    draft: Graph | None, reopen: Callable[[], Graph], placed: Placement, tokenizer: Tokenizer
+) -> dict[str, Drafter]:
     """What can draft, the cheapest first: with a fixed k the first that has a proposal is asked."""
     drafters: dict[str, Drafter] = {"lookup": LookupDrafter()}
     if draft is not None:
         chunk = placed.prefill_width or DEFAULT_PREFILL
-        drafters["model"] = ModelDrafter(draft, tokenizer.id_limit, prefill_chunk=chunk)
+        drafters["model"] = ModelDrafter(draft, tokenizer.id_limit, prefill_chunk=chunk, reopen=reopen)
     return drafters
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from outrider.contracts import Costs, Energy
+from outrider.contracts import Clock, Costs, Energy
 from outrider.power.governor import Directive, Governor
 from outrider.power.state import State
 from outrider.runtime.decision_log import DecisionLog
@@ -58,6 +58,7 @@ class Pacer:
 
     Every call looks at the monitor first, so that heat and power are followed through pauses too. Power
     readings are integrated into windows of about a second, which teach the energy model what rounds take.
+    With a `clock` the monitor is looked at no more often than every `least_s`.
     """
 
     def __init__(
@@ -66,9 +67,13 @@ class Pacer:
         governor: Governor,
         energy_model: EnergyEstimate | None = None,
         log: DecisionLog | None = None,
+        clock: Clock | None = None,
+        least_s: float = 0.0,
     ) -> None:
         self.monitor, self.governor, self.energy_model, self.log = monitor, governor, energy_model, log
         self.state = State(float("-inf"))
+        self._clock, self._least_s = clock, least_s
+        self._looked_s = float("-inf")
         self._energy: Energy | None = None
         self._widths: tuple[int, ...] = ()
         self._fresh = True  # the energy model has learnt since it was last asked
@@ -102,6 +107,11 @@ class Pacer:
 
     def poll(self) -> State:
         """Look at the monitor, and integrate power up to now."""
+        if self._clock is not None:
+            looked_s = self._clock()
+            if looked_s - self._looked_s < self._least_s:
+                return self.state
+            self._looked_s = looked_s
         before, now = self.state, self.monitor.poll()
         self.state = now
         dt_s = now.time_s - before.time_s

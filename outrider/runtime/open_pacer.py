@@ -1,0 +1,167 @@
+"""Find the sensors of this machine, or a recorded trace, and join them with a governor for a pipeline."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from outrider.contracts import Reading
+from outrider.errors import UsageError
+from outrider.manifest import GraphEntry
+from outrider.power.governor import Governor, Policy
+from outrider.power.state import State
+from outrider.runtime.decision_log import DecisionLog
+from outrider.runtime.pacing import Pacer
+
+if TYPE_CHECKING:
+    from outrider.power.monitor import Monitor
+    from outrider.targets.device import Device
+
+__all__ = ["Governing", "footprint_mb", "open_pacer"]
+
+POLL_S = 0.05  # sensors are not looked at more often, however short the rounds
+
+_log = logging.getLogger(__name__)
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class Governing:
+    """What a pipeline is to be governed by; the options of `outrider.load` from `objective` on.
+
+    `governor` None: where a sensor tells how hot the machine is, or one of the other options is given. False:
+    never. `device` is a profile's name or path. `telemetry` is a recorded trace, played back from now, or a
+    monitor of one's own, which is not started or stopped here. `log` is a file for the decisions.
+    """
+
+    objective: Literal["latency", "energy", "balanced"] = "latency"
+    power_cap_w: float | None = None
+    temp_limit_c: float | None = None
+    battery_floor_percent: float | None = None
+    memory_limit_mb: float | None = None
+    device: str | os.PathLike[str] | Device | None = None
+    telemetry: str | os.PathLike[str] | Monitor | None = None
+    log: str | os.PathLike[str] | None = None
+    governor: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, and options beside `governor` False."""
+        _ = self.policy
+        if self.governor is False and self.given:
+            raise UsageError(f"governor is off, but {self.given[0]} was given; leave one of them out")
+
+    @property
+    def policy(self) -> Policy:
+        """The user's part of it. Raises UsageError for a value out of range."""
+        return Policy(
+            self.objective,
+            self.power_cap_w,
+            self.temp_limit_c,
+            self.battery_floor_percent,
+            self.memory_limit_mb,
+        )
+
+    @property
+    def given(self) -> list[str]:
+        """The options that ask for a governor, as the user knows them."""
+        names = ["power_cap_w", "temp_limit_c", "battery_floor_percent", "memory_limit_mb", "device"]
+        given = [name for name in [*names, "telemetry", "log"] if getattr(self, name) is not None]
+        return given if self.objective == "latency" else ["objective", *given]
+
+
+def open_pacer(
+    governing: Governing,
+    stack: ExitStack,
+    drafters: Sequence[str] = (),
+    target_mb: float = 0.0,
+    draft_mb: float = 0.0,
+) -> Pacer | None:
+    """A pacer as `governing` wants it, or None; what it opens is closed by `stack`.
+
+    Raises UsageError for a limit that nothing on this machine can measure, and for an unknown device.
+    """
+    if governing.governor is False:
+        return None
+    device = _device(governing)
+    monitor, owned = _monitor(governing)
+    state = monitor.poll()
+    _refuse_unmeasurable(governing, monitor.readings(), state)
+    if not (governing.governor or governing.given or _tells_heat(state)):
+        monitor.stop()
+        return None
+    if owned:
+        stack.enter_context(monitor)
+    from outrider.power.energy import EnergyModel
+
+    governor = Governor(governing.policy, device, target_mb=target_mb, draft_mb=draft_mb)
+    log = _open_log(governing, governor)
+    pacer = Pacer(monitor, governor, EnergyModel(None, tuple(drafters)), log, time.monotonic, POLL_S)
+    stack.callback(pacer.close)
+    _log.info("governed by %s: %s", governing.policy, state)
+    return pacer
+
+
+def _device(governing: Governing) -> Any:
+    if governing.device is None or not isinstance(governing.device, str | os.PathLike):
+        return governing.device
+    from outrider.targets.device import load_device
+
+    return load_device(os.fspath(governing.device))
+
+
+def _monitor(governing: Governing) -> tuple[Monitor, bool]:
+    """The monitor, and whether its sensors are to be read in a thread of its own."""
+    from outrider.power.monitor import Monitor, open_telemetry
+    from outrider.power.sensors import discover
+
+    given = governing.telemetry
+    if given is None:
+        return Monitor(discover()), True
+    if isinstance(given, str | os.PathLike):
+        return open_telemetry(os.fspath(given)), False
+    return given, False
+
+
+def _tells_heat(state: State) -> bool:
+    return any(value is not None for value in (state.die_c, state.skin_c, state.headroom, state.throttle))
+
+
+def _refuse_unmeasurable(governing: Governing, readings: Sequence[Reading], state: State) -> None:
+    """A limit that nothing measures would be dropped in silence. Of a trace, the first readings count."""
+    told = {reading.quantity for reading in readings if reading.value is not None}
+    needs = [
+        ("power_cap_w", {"power", "energy"}, "power"),
+        ("temp_limit_c", {"temperature"}, "temperature"),
+        ("battery_floor_percent", {"battery"}, "the charge of a battery"),
+    ]
+    for name, quantities, what in needs:
+        value = getattr(governing, name)
+        if value is not None and not quantities & told:
+            silent = [r for r in readings if r.quantity in quantities and r.reason]
+            why = f" ({silent[0].source}: {silent[0].reason})" if silent else ""
+            raise UsageError(
+                f"{name} is {value:g}, but nothing here tells {what}{why}; leave it out, or see"
+                " `outrider doctor` for what would fix it"
+            )
+
+
+def _open_log(governing: Governing, governor: Governor) -> DecisionLog | None:
+    if governing.log is None:
+        return None
+    try:
+        return DecisionLog(os.fspath(governing.log), governor, every_s=0.0)
+    except OSError as error:
+        raise UsageError(f"the decision log {governing.log} cannot be written: {error}") from None
+
+
+def footprint_mb(graph: GraphEntry) -> float:
+    """MB that a graph takes: its files and its KV cache."""
+    files = sum(entry.bytes for entry in graph.files.values())
+    kv = graph.kv
+    cache = 2 * kv.layers * kv.heads * kv.head_dim * graph.max_context * _BYTES.get(kv.dtype, 4)
+    return (files + cache) / 1e6
