@@ -129,8 +129,10 @@ class Battery:
         self._packs = [
             _Pack(path.name, path)
             for path in supplies
-            # A battery of scope "Device" is a mouse's or a pen's.
-            if kinds[path] == "Battery" and read_text(path / "scope") != "Device"
+            # A battery of scope "Device" is a mouse's or a pen's; an empty bay has `present` 0.
+            if kinds[path] == "Battery"
+            and read_text(path / "scope") != "Device"
+            and read_text(path / "present") != "0"
         ]
         self._mains = [path for path in supplies if kinds[path].startswith(("Mains", "USB", "Wireless"))]
 

@@ -38,13 +38,14 @@ class _Unit:
 
 
 def _first(system: System, paths: list[Path], scale: float) -> Figure:
-    """The first file that can be read; else the reason of the last."""
-    reason = ""
-    for path in paths:
+    """The first file that holds a figure; else the reason of the first that is there."""
+    reasons = []
+    for path in [path for path in paths if path.exists()] or paths[-1:]:
         value, reason = _highest(system, path, scale)
         if value is not None and value > 0:
             return value, ""
-    return None, reason or f"{paths[-1].name} is 0: the unit is off"
+        reasons.append(reason or f"{path.name} is {value:g}: the unit is off")
+    return None, reasons[0]
 
 
 def _highest(system: System, path: Path, scale: float) -> Figure:

@@ -162,10 +162,17 @@ def _monitor_folders(system: System) -> list[tuple[Path, str]]:
 
 
 def _hwmon_rails(folder: Path, address: str, at_input: str) -> list[_Rail]:
-    """Channels that have a current or a power; `in4` and above of an INA3221 are shunt voltages and have none."""
+    """Channels that have a current and a voltage, or a power.
+
+    An INA3221 has three: its `in4` to `in6` are shunt voltages, and `in7` and `curr4` sums.
+    """
     rails = []
-    is_input = bool(at_input) and read_text(folder / "name") == at_input
+    chip = read_text(folder / "name") or folder.parent.name
+    is_input = bool(at_input) and chip == at_input
+    last = 3 if chip.startswith("ina3221") else 99
     for number in _channels(folder, "curr*_input", "power*_input"):
+        if int(number) > last:
+            continue
         power = folder / f"power{number}_input"
         volt, amp = folder / f"in{number}_input", folder / f"curr{number}_input"
         label = _label(folder, number)

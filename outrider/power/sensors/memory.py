@@ -27,8 +27,8 @@ class Memory:
     """Available memory of the machine and of this process, limits, and pressure.
 
     `memory:host` is the machine's MemAvailable (scope `device`); `memory:cgroup` is what the tightest cgroup
-    limit above this process leaves, counting its inactive file pages as free (scope `process`). What can be
-    used is the lesser of the two.
+    limit above this process leaves (scope `process`); inactive file pages do not count as used, for the kernel
+    drops them first. What can be used is the lesser of the two.
     """
 
     name = "memory"
@@ -64,6 +64,8 @@ class Memory:
         return self._reading("memory:host", "memory_available", figure, "device")
 
     def _cgroup(self) -> list[Reading]:
+        if not self._system.path("/proc/self/cgroup").exists():
+            return []
         levels = [level for folder in _folders(self._system) if (level := _level(self._system, folder))]
         if not levels:
             reason = "no cgroup above this process limits its memory (or the kernel has the controller off)"
@@ -98,15 +100,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Level:
-    """Bytes of one cgroup. `cache` are file pages that the kernel can drop without reading them again soon."""
+    """Bytes of one cgroup; `used` without the file pages that nobody has looked at for a while."""
 
     limit: float
     used: float
-    cache: float
 
     @property
     def free(self) -> float:
-        return self.limit - self.used + self.cache
+        return self.limit - self.used
 
 
 def _folders(system: System) -> Iterator[Path]:
@@ -149,4 +150,4 @@ def _level(system: System, folder: Path) -> _Level | None:
     cache = re.search(r"^total_inactive_file ([0-9]+)", stat, re.MULTILINE) or re.search(
         r"^inactive_file ([0-9]+)", stat, re.MULTILINE
     )
-    return _Level(min(limits), in_use, float(cache[1]) if cache else 0.0)
+    return _Level(min(limits), max(in_use - float(cache[1] if cache else 0), 0.0))

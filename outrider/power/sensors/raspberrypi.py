@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from outrider.contracts import Reading
-from outrider.power.sensors.sysfs import Figure, is_linux, list_folder, read_number, read_text, try_text
+from outrider.power.sensors.sysfs import Figure, is_linux, list_folder, read_text, try_text
 from outrider.power.sensors.system import Sensor, System
 
 __all__ = ["RAILS", "PiFirmware", "PiPmic", "RaspberryPi", "parse_pmic"]
@@ -78,8 +78,8 @@ class PiFirmware:
         self._last = self._throttled()[0]
 
     def read(self) -> list[Reading]:
-        """Four throttle bits, clock, highest clock and temperature."""
-        return [*self._bits(), *self._clocks(), self._temperature()]
+        """Four throttle bits, clock and temperature."""
+        return [*self._bits(), self._clock(), self._temperature()]
 
     def _throttled(self) -> tuple[int | None, str]:
         text, reason = self._firmware.ask(r"throttled=(0x[0-9a-fA-F]+)", "get_throttled")
@@ -111,17 +111,14 @@ class PiFirmware:
             readings.append(Reading(f"raspberrypi:{name}", "throttle", held, "soc", "instant", now, reason))
         return readings
 
-    def _clocks(self) -> list[Reading]:
-        """The clock that runs, and the highest there is. The kernel's own figure is what it asked for."""
-        now = self._system.clock()
+    def _clock(self) -> Reading:
+        """The clock that runs; the kernel's own figure is what it asked for.
+
+        It falls at rest too, so it is given without a highest clock to compare it with: the bits tell of a limit.
+        """
         text, reason = self._firmware.ask(r"frequency\([0-9]+\)=([1-9][0-9]*)", "measure_clock", "arm")
         clock = None if text is None else float(text)
-        policy = self._system.path("/sys/devices/system/cpu/cpufreq/policy0/cpuinfo_max_freq")
-        most, reason_most = read_number(self._system, policy, 1e3)
-        return [
-            Reading("raspberrypi:arm", "clock", clock, "die", "instant", now, reason),
-            Reading("raspberrypi:arm", "clock_max", most, "die", "instant", now, reason_most),
-        ]
+        return Reading("raspberrypi:arm", "clock", clock, "die", "instant", self._system.clock(), reason)
 
     def _temperature(self) -> Reading:
         text, reason = self._firmware.ask(r"temp=(-?[0-9.]+)'C", "measure_temp")

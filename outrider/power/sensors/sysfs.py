@@ -29,7 +29,7 @@ Figure = tuple[float | None, str]
 """A value and "", or None and the reason."""
 
 _FIXES = {
-    errno.ENOENT: "is gone: its driver was unloaded or the device was unplugged",
+    errno.ENOENT: "is gone, or this kernel does not have it",
     errno.ENODEV: "is gone: its driver was unloaded or the device was unplugged",
     errno.EAGAIN: "has nothing to say now: the unit that it watches is powered down",
     errno.ENODATA: "has no data now: the unit that it watches is powered down or not connected",

@@ -1,0 +1,128 @@
+"""Memory: what is available is MemAvailable, and never more than the tightest cgroup leaves."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from outrider.power.sensors.memory import Memory
+from tests.boards import memory
+from tests.sysfs import Board, board_fixture, only, reasons, values  # noqa: F401
+
+V2 = "/sys/fs/cgroup"
+V1 = "/sys/fs/cgroup/memory"
+MB = 1_000_000
+
+
+def read(board: Board, quantity: str) -> dict[str, float]:
+    return values(only(Memory.find(board.system)).read(), quantity)
+
+
+def test_available_is_memavailable_not_memfree_and_not_swap(board: Board) -> None:
+    board.add(memory())
+    assert read(board, "memory_available") == {"memory:host": pytest.approx(5120.0)}
+
+
+def test_free_swap_on_zram_is_no_headroom(board: Board) -> None:
+    board.add(memory() | {"/sys/block/zram0/mm_stat": "0 0 0 0 0 0 0 0 0"})
+    board.add({"/proc/meminfo": "MemAvailable: 1000 kB\nSwapTotal: 9000000 kB\nSwapFree: 9000000 kB"})
+    assert read(board, "memory_available") == {"memory:host": pytest.approx(1.024)}
+
+
+def test_a_kernel_without_memavailable_gives_a_reason(board: Board) -> None:
+    board.add(memory() | {"/proc/meminfo": "MemTotal: 1000 kB\nMemFree: 900 kB"})
+    assert (
+        "no MemAvailable"
+        in reasons(only(Memory.find(board.system)).read(), "memory_available")["memory:host"]
+    )
+
+
+def test_the_tightest_limit_on_the_way_to_the_root_counts(board: Board) -> None:
+    board.add(memory("0::/a/b"))
+    board.add({f"{V2}/a/b/memory.max": "max", f"{V2}/a/b/memory.current": 100 * MB})
+    board.add({f"{V2}/a/memory.max": 900 * MB, f"{V2}/a/memory.current": 500 * MB})
+    board.add({f"{V2}/a/memory.stat": f"active_file 1\ninactive_file {200 * MB}"})
+    assert read(board, "memory_limit") == {"memory:cgroup": 900.0}
+    assert read(board, "memory_used") == {"memory:cgroup": 300.0}
+    assert read(board, "memory_available")["memory:cgroup"] == 600.0
+
+
+def test_the_limit_with_the_least_room_wins_over_the_smallest(board: Board) -> None:
+    board.add(memory("0::/a/b"))
+    board.add({f"{V2}/a/b/memory.max": 500 * MB, f"{V2}/a/b/memory.current": 10 * MB})
+    board.add({f"{V2}/a/memory.max": 900 * MB, f"{V2}/a/memory.current": 850 * MB})
+    assert read(board, "memory_limit") == {"memory:cgroup": 900.0}
+
+
+def test_memory_high_is_a_limit_too(board: Board) -> None:
+    board.add(memory("0::/a"))
+    board.add({f"{V2}/a/memory.max": 900 * MB, f"{V2}/a/memory.high": 700 * MB, f"{V2}/a/memory.current": 1})
+    assert read(board, "memory_limit") == {"memory:cgroup": 700.0}
+
+
+def test_no_limit_is_said_to_be_none(board: Board) -> None:
+    board.add(memory("0::/a") | {f"{V2}/a/memory.max": "max", f"{V2}/a/memory.current": 1})
+    readings = only(Memory.find(board.system)).read()
+    assert "no cgroup above this process limits" in reasons(readings, "memory_limit")["memory:cgroup"]
+    assert values(readings, "memory_available") == {"memory:host": pytest.approx(5120.0)}
+
+
+@pytest.mark.parametrize("own", ["0::/", "0::/../outside", "0::/system.slice/docker-123.scope"])
+def test_a_container_whose_path_is_the_hosts_reads_its_mount(board: Board, own: str) -> None:
+    board.add(memory(own) | {f"{V2}/memory.max": 300 * MB, f"{V2}/memory.current": 100 * MB})
+    assert read(board, "memory_limit") == {"memory:cgroup": 300.0}
+
+
+def test_version_1_limits_are_read_and_its_huge_number_is_no_limit(board: Board) -> None:
+    board.add(memory("9:name=systemd:/\n4:cpu,memory:/job\n0::/"))
+    board.add(
+        {f"{V1}/job/memory.limit_in_bytes": 9_223_372_036_854_771_712, f"{V1}/job/memory.usage_in_bytes": 1}
+    )
+    assert read(board, "memory_limit") == {}
+    board.add({f"{V1}/memory.limit_in_bytes": 400 * MB, f"{V1}/memory.usage_in_bytes": 300 * MB})
+    board.add({f"{V1}/memory.stat": f"inactive_file 1\ntotal_inactive_file {100 * MB}"})
+    assert read(board, "memory_available")["memory:cgroup"] == 200.0
+
+
+def test_a_limit_that_is_overdrawn_leaves_nothing(board: Board) -> None:
+    board.add(memory("0::/a") | {f"{V2}/a/memory.max": 100 * MB, f"{V2}/a/memory.current": 120 * MB})
+    assert read(board, "memory_available")["memory:cgroup"] == 0.0
+
+
+def test_a_switched_off_memory_controller_falls_back_to_memavailable(board: Board) -> None:
+    board.add(memory("0::/user.slice"))
+    readings = only(Memory.find(board.system)).read()
+    assert values(readings, "memory_available") == {"memory:host": pytest.approx(5120.0)}
+    assert "controller off" in reasons(readings, "memory_limit")["memory:cgroup"]
+
+
+def test_pressure_is_the_share_of_time_in_which_all_tasks_waited(board: Board) -> None:
+    board.add(memory())
+    assert read(board, "memory_pressure") == {"memory:pressure": 1.25}
+
+
+def test_absent_pressure_says_how_to_have_it(board: Board) -> None:
+    board.add({name: text for name, text in memory().items() if "pressure" not in name})
+    assert "psi=1" in reasons(only(Memory.find(board.system)).read(), "memory_pressure")["memory:pressure"]
+
+
+def test_pressure_that_is_switched_off_says_how_to_have_it(board: Board) -> None:
+    board.add(memory())
+    board.break_file("/proc/pressure/memory", errno.EOPNOTSUPP)
+    reason = reasons(only(Memory.find(board.system)).read(), "memory_pressure")["memory:pressure"]
+    assert "switched off" in reason
+    assert "psi=1" in reason
+
+
+def test_pressure_of_a_form_that_is_not_known_gives_a_reason(board: Board) -> None:
+    board.add(memory() | {"/proc/pressure/memory": "some avg10=1.00"})
+    assert (
+        "full stalls" in reasons(only(Memory.find(board.system)).read(), "memory_pressure")["memory:pressure"]
+    )
+
+
+def test_no_broken_file_stops_the_others(board: Board) -> None:
+    board.add(memory())
+    board.break_file("/proc/meminfo", errno.EIO)
+    assert read(board, "memory_pressure")
