@@ -21,6 +21,7 @@ COMMANDS = {
     "acceptance": "Record what a bundle's drafters get right, to simulate plans from.",
     "bench": "Measure a bundle: prefill, plain and speculative decoding, side by side.",
     "doctor": "What this machine has, and whether speculation pays here for a bundle.",
+    "devices": "List device profiles, and where each of their figures is from.",
     "record": "Record power, heat, clocks and memory of this machine or a phone.",
     "demo": "Fetch, export, check and decode a real model, with and without a draft.",
 }
