@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from outrider.contracts import Clock, Quantity, Reading
-from outrider.power.sensors.replay import Replay
+from outrider.power.sensors.replay import DEFAULT_PERIOD_S, Replay
 from outrider.power.sensors.system import Sensor
 from outrider.power.state import State
 from outrider.power.telemetry import read_telemetry
@@ -26,7 +26,6 @@ __all__ = ["BLOCKED_S", "STALE_PERIODS", "Monitor", "choose_power", "distill", "
 
 BLOCKED_S = 5.0
 STALE_PERIODS = 3
-DEFAULT_PERIOD_S = 1.0
 _RATE_S = 1.0  # power from an energy counter is a mean over at least this long
 
 _RANGES: Mapping[str, tuple[float, float]] = {
@@ -336,7 +335,8 @@ class Monitor:
         for slot in self._slots:
             if self._thread is not owner:
                 return  # stopped, or another thread has taken over
-            if not slot.blocked and self._clock() >= slot.due_s - 1e-6:
+            always = owner is None and slot.sensor.period_s == 0  # a replay; only a thread needs a pace
+            if not slot.blocked and (always or self._clock() >= slot.due_s - 1e-6):
                 self._read(slot)
 
     def _read(self, slot: _Slot) -> None:
@@ -417,5 +417,7 @@ def open_telemetry(path: str | Path, clock: Clock = time.monotonic, start_s: flo
 
     Raises TelemetryError when the file is no telemetry trace.
     """
-    replay = Replay(read_telemetry(path), clock, start_s)
-    return Monitor([replay], clock, replay.period_s)
+    trace = read_telemetry(path)
+    told = trace.header.get("interval_s")
+    interval_s = float(told) if isinstance(told, int | float) and told > 0 else 0.1
+    return Monitor([Replay(trace, clock, start_s)], clock, interval_s)

@@ -90,7 +90,7 @@ def record(
     """
     coverage = Coverage(monitor.periods)
     began_s = clock()
-    with TelemetryWriter(path, monitor.periods, interval_s=monitor.interval_s, **header) as writer:
+    with TelemetryWriter(path, monitor.periods, clock, interval_s=monitor.interval_s, **header) as writer:
         monitor.listeners += [coverage, writer]
         try:
             with monitor:

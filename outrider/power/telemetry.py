@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
-from outrider.contracts import Method, Quantity, Reading, Scope
+from outrider.contracts import Clock, Method, Quantity, Reading, Scope
 from outrider.errors import OutriderError
 
 __all__ = ["SCHEMA_VERSION", "Batch", "Telemetry", "TelemetryError", "TelemetryWriter", "read_telemetry"]
@@ -33,27 +33,37 @@ class TelemetryError(OutriderError):
 
 @dataclass(frozen=True)
 class Batch:
-    """One line: the readings, and the periods (s) of sources that are new or changed theirs."""
+    """One line: the readings, and the periods (s) of sources that are new or changed theirs.
+
+    `time_s` is when the readings were there: at the earliest that of the newest of them.
+    """
 
     readings: list[Reading]
     periods: Mapping[str, float] = field(default_factory=dict)
+    time_s: float = -math.inf
 
 
 class TelemetryWriter:
     """Writes a telemetry trace to a path or an open binary file; a context manager and a monitor's listener.
 
-    `periods` is looked at, not copied: a `Monitor`'s own mapping of source to period (s), which grows. A
-    source that stays unreadable for the same reason is written once. Raises TelemetryError when the disk
-    refuses; the trace then ends with its last whole line, further calls do nothing, and `error` says why.
+    `periods` is looked at, not copied: a `Monitor`'s own mapping of source to period (s), which grows. With a
+    `clock`, a line says when it was written, which may be later than its readings were true. A source that
+    stays unreadable for the same reason is written once. Raises TelemetryError when the disk refuses; the
+    trace then ends with its last whole line, further calls do nothing, and `error` says why.
     """
 
     def __init__(
-        self, target: str | Path | BinaryIO, periods: Mapping[str, float] | None = None, **header: Any
+        self,
+        target: str | Path | BinaryIO,
+        periods: Mapping[str, float] | None = None,
+        clock: Clock | None = None,
+        **header: Any,
     ) -> None:
         self.error: TelemetryError | None = None
         self.batches = 0
         self.readings = 0
         self._periods: Mapping[str, float] = {} if periods is None else periods
+        self._clock = clock
         self._told: dict[str, float] = {}
         self._silent: dict[tuple[str, str], str] = {}
         self._owned = isinstance(target, str | Path)
@@ -66,7 +76,11 @@ class TelemetryWriter:
         else:
             self._file = target
         self._size = 0
-        self._append({"schema_version": SCHEMA_VERSION, "kind": "telemetry", **header})
+        try:
+            self._append({"schema_version": SCHEMA_VERSION, "kind": "telemetry", **header})
+        except TelemetryError:
+            self.close()
+            raise
 
     def __enter__(self) -> TelemetryWriter:
         return self
@@ -83,7 +97,8 @@ class TelemetryWriter:
         periods = {
             name: self._periods[name] for name in sources if self._told.get(name) != self._periods[name]
         }
-        line: dict[str, Any] = {"readings": [_record(reading) for reading in news]}
+        line: dict[str, Any] = {} if self._clock is None else {"time_s": self._clock()}
+        line["readings"] = [_record(reading) for reading in news]
         self._append(line | {"periods": dict(sorted(periods.items()))} if periods else line)
         self._told.update(periods)
         self.batches += 1
@@ -216,7 +231,11 @@ def _batch(record: Mapping[str, Any], where: str) -> Batch:
     periods = record.get("periods", {})
     if not isinstance(periods, dict) or not all(_is_number(p) and p > 0 for p in periods.values()):
         raise TelemetryError(f"{where}: periods is {periods!r:.80}; expected seconds above 0 by source")
-    return Batch([_reading(item, f"{where}, reading {i}") for i, item in enumerate(readings)], periods)
+    parsed = [_reading(item, f"{where}, reading {i}") for i, item in enumerate(readings)]
+    time_s = record.get("time_s", -math.inf)
+    if "time_s" in record and not _is_number(time_s):
+        raise TelemetryError(f"{where}: time_s is {time_s!r}; expected a number of seconds")
+    return Batch(parsed, periods, max([time_s, *(reading.time_s for reading in parsed)]))
 
 
 def _reading(record: Any, where: str) -> Reading:

@@ -10,6 +10,7 @@ from outrider.power.telemetry import Batch, Telemetry
 
 __all__ = ["Replay"]
 
+DEFAULT_PERIOD_S = 1.0
 _BACK_S = 30.0  # a line this much older than the one before it comes from another run; less: a slow sensor
 _STAYS: tuple[Method, ...] = ("estimated", "simulated")  # a weak claim is not made stronger by recording it
 
@@ -19,15 +20,14 @@ class Replay:
 
     The first reading of the trace is due at `start_s` (default: when `read` is first called). What was
     measured is labelled `replayed`; estimated and simulated figures stay what they were. A trace whose time
-    goes back by more than half a minute (another boot) goes on from where it was. `done` is True after the last line;
-    `periods` are those that the trace tells, by source.
+    goes back by more than half a minute (another boot) goes on from where it was. `done` is True after the
+    last line; `periods` are those that the trace tells, by source (1 s where it does not).
     """
 
     name = "replay"
+    period_s = 0.0  # every read may bring something
 
     def __init__(self, trace: Telemetry, clock: Clock, start_s: float | None = None) -> None:
-        interval = trace.header.get("interval_s", 0.1)
-        self.period_s = float(interval) if isinstance(interval, int | float) and interval > 0 else 0.1
         self.periods: dict[str, float] = {}
         self.done = False
         self._clock = clock
@@ -48,24 +48,26 @@ class Replay:
             if self._start_s + self._due_s > now_s + 1e-9:
                 break
             self.periods.update(self._ahead.periods)
-            readings += [self._shifted(reading, self._start_s) for reading in self._ahead.readings]
+            for reading in self._ahead.readings:
+                self.periods.setdefault(reading.source, DEFAULT_PERIOD_S)
+                readings.append(self._shifted(reading, self._start_s))
             self._take()
         return readings
 
     def _take(self) -> None:
-        """Look at the next line. It is due when it was complete, at its newest reading, and in its turn."""
+        """Look at the next line. It is due when it was written, and in its turn."""
         self._ahead = None
         self._ahead = next((batch for batch in self._batches if batch.readings), None)
         if self._ahead is None:
             self.done = True
             return
-        times = [reading.time_s for reading in self._ahead.readings]
+        time_s = self._ahead.time_s
         if self._due_s is None:
-            self._offset_s = -times[0]
-            self._due_s = max(times) + self._offset_s
-        elif max(times) + self._offset_s < self._due_s - _BACK_S:
-            self._offset_s = self._due_s - max(times)
-        self._due_s = max(self._due_s, max(times) + self._offset_s)
+            self._offset_s = -self._ahead.readings[0].time_s
+            self._due_s = time_s + self._offset_s
+        elif time_s + self._offset_s < self._due_s - _BACK_S:
+            self._offset_s = self._due_s - time_s
+        self._due_s = max(self._due_s, time_s + self._offset_s)
 
     def _shifted(self, reading: Reading, start_s: float) -> Reading:
         method: Method = reading.method if reading.method in _STAYS else "replayed"
