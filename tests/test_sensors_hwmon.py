@@ -73,6 +73,16 @@ def test_a_temperature_that_no_part_has_is_not_told(board: Board, raw: int) -> N
     )
 
 
+def test_one_spike_does_not_get_through(board: Board) -> None:
+    board.add(chip(0, "cpu_thermal", temp1_input=50_000))
+    sensor = only(Hwmon.find(board.system))
+    told = []
+    for raw in (50_000, 50_100, 85_000, 50_200):
+        board.add(chip(0, "cpu_thermal", temp1_input=raw))
+        told += values(sensor.read(), "temperature").values()
+    assert max(told) < 50.3
+
+
 def test_a_chip_that_vanishes_gives_reasons(board: Board) -> None:
     board.add(chip(0, "coretemp", temp1_input=50_000))
     sensor = only(Hwmon.find(board.system))

@@ -7,11 +7,20 @@ changes from boot to boot.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from outrider.contracts import Method, Quantity, Reading, Scope
-from outrider.power.sensors.sysfs import is_linux, labels, list_folder, measure, read_number, read_text
+from outrider.power.sensors.sysfs import (
+    PLAUSIBLE_C,
+    Spikes,
+    is_linux,
+    labels,
+    list_folder,
+    measure,
+    read_number,
+    read_text,
+)
 from outrider.power.sensors.system import Sensor, System
 
 __all__ = ["Hwmon"]
@@ -19,7 +28,6 @@ __all__ = ["Hwmon"]
 _ELSEWHERE = re.compile(r"ina\d|bat\d|ac\d*$|ucsi|cw201|sbs-|bq2")
 """Chips that other sensors read: INA monitors, batteries; and USB ports, which are no rails of the board."""
 _SILICON = re.compile(r"coretemp|k10temp|k8temp|zenpower|cpu|gpu|soc|nouveau|i915|xe$")
-_PLAUSIBLE_C = (-40.0, 125.0)
 _UNITS: dict[str, tuple[Quantity, float]] = {
     "temp": ("temperature", 1e-3),
     "power": ("power", 1e-6),
@@ -33,16 +41,23 @@ class _Channel:
     path: Path
     kind: str
     scope: Scope
+    spikes: Spikes = field(default_factory=Spikes)
 
     def read(self, system: System) -> Reading:
         quantity, scale = _UNITS[self.kind]
         method: Method = "counter" if self.kind == "energy" else "instant"
         reading = measure(system, self.path, scale, self.source, quantity, self.scope, method)
-        low, high = _PLAUSIBLE_C
-        if self.kind == "temp" and reading.value is not None and not low <= reading.value <= high:
+        return self._plausible(reading) if self.kind == "temp" else reading
+
+    def _plausible(self, reading: Reading) -> Reading:
+        low, high = PLAUSIBLE_C
+        if reading.value is None:
+            self.spikes.forget()
+            return reading
+        if not low <= reading.value <= high:
             reason = f"reads {reading.value:g} °C, which no working part has; not connected?"
-            return Reading(self.source, quantity, None, self.scope, method, reading.time_s, reason)
-        return reading
+            return replace(reading, value=None, reason=reason)
+        return replace(reading, value=self.spikes.settle(reading.value))
 
 
 @dataclass

@@ -8,12 +8,15 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import median
 
 from outrider.contracts import Method, Quantity, Reading, Scope
 from outrider.power.sensors.system import System
 
 __all__ = [
+    "PLAUSIBLE_C",
     "Figure",
+    "Spikes",
     "is_linux",
     "labels",
     "list_folder",
@@ -27,6 +30,9 @@ __all__ = [
 
 Figure = tuple[float | None, str]
 """A value and "", or None and the reason."""
+
+PLAUSIBLE_C = (-40.0, 125.0)
+"""What a working part can have; outside are sentinels of sensors that are off, and faults."""
 
 _FIXES = {
     errno.ENOENT: "is gone, or this kernel does not have it",
@@ -80,6 +86,25 @@ def read_number(system: System, path: Path, scale: float = 1.0, fix: str = "") -
     if not math.isfinite(value):
         return None, f"{shown(system, path)} holds {text[:40]!r}, which is no number"
     return value * scale, ""
+
+
+class Spikes:
+    """Takes out single values that are far off, as some drivers now and then give: the median of the last three.
+
+    With two values it is the lower one, so a true rise is told one sample late.
+    """
+
+    def __init__(self) -> None:
+        self._recent: list[float] = []
+
+    def settle(self, value: float) -> float:
+        """What to tell after one more value."""
+        self._recent = [*self._recent[-2:], value]
+        return median(self._recent) if len(self._recent) > 2 else min(self._recent)
+
+    def forget(self) -> None:
+        """Start again: what was read before a gap says nothing about now."""
+        self._recent.clear()
 
 
 def measure(

@@ -9,15 +9,22 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 from outrider.contracts import Reading, Scope
-from outrider.power.sensors.sysfs import Figure, is_linux, labels, list_folder, read_number, read_text
+from outrider.power.sensors.sysfs import (
+    PLAUSIBLE_C,
+    Figure,
+    Spikes,
+    is_linux,
+    labels,
+    list_folder,
+    read_number,
+    read_text,
+)
 from outrider.power.sensors.system import Sensor, System
 
 __all__ = ["Thermal", "Trip", "unit_of"]
 
-_PLAUSIBLE_C = (-40.0, 125.0)
 _NOT_SILICON = re.compile(
     r"pmic|pmu|chg|charg|usb|wifi|wlan|modem|mdm|pa[-_]?therm|xo|board|acpitz|flash|cam|disp|lcd"
 )
@@ -47,12 +54,12 @@ def unit_of(raw: float) -> float | None:
     Up to 125 is taken for °C, up to 999 for tenths, above for m°C. 0 is what a sensor shows that is off.
     """
     size = abs(raw)
-    unit = 1.0 if size <= _PLAUSIBLE_C[1] else 10.0 if size < 1000 else 1000.0
+    unit = 1.0 if size <= PLAUSIBLE_C[1] else 10.0 if size < 1000 else 1000.0
     return unit if raw != 0 and _is_plausible(raw / unit) else None
 
 
 def _is_plausible(temp_c: float) -> bool:
-    low, high = _PLAUSIBLE_C
+    low, high = PLAUSIBLE_C
     return low <= temp_c <= high
 
 
@@ -62,7 +69,7 @@ class _Zone:
     folder: Path
     scope: Scope
     unit: float | None = None
-    recent: list[float] = field(default_factory=list)
+    spikes: Spikes = field(default_factory=Spikes)
 
     def read(self, system: System) -> Reading:
         now = system.clock()
@@ -70,16 +77,14 @@ class _Zone:
         return Reading(self.source, "temperature", value, self.scope, "instant", now, reason)
 
     def _temperature(self, system: System) -> Figure:
-        """The median of the last three plausible values: some drivers now and then give one that is far off."""
         raw, reason = read_number(system, self.folder / "temp")
         if raw is None:
-            self.recent.clear()
+            self.spikes.forget()
             return None, reason
         value = self._celsius(raw)
         if value is None:
             return None, f"reads {raw:g}, which is no temperature in m°C, tenths or °C: off or not connected"
-        self.recent = [*self.recent[-2:], value]
-        return (median(self.recent) if len(self.recent) > 2 else min(self.recent)), ""
+        return self.spikes.settle(value), ""
 
     def _celsius(self, raw: float) -> float | None:
         """°C in the unit that the zone has shown so far, unless that has become impossible."""
