@@ -15,10 +15,11 @@ from typing import Any, Literal
 from outrider.contracts import Costs, Limits, Objective
 from outrider.errors import UsageError
 from outrider.power.draft_memory import DraftMemory
-from outrider.power.heat import ThermalEstimate, Watch
+from outrider.power.heat import ThermalEstimate, Watch, thermal_prior
 from outrider.power.power_cap import PowerCap
 from outrider.power.state import State
-from outrider.power.tuning import Tuning
+from outrider.power.thermal_model import ThermalModel
+from outrider.power.tuning import Gains, Tuning
 
 __all__ = ["Directive", "Governor", "Level", "Policy"]
 
@@ -116,9 +117,9 @@ class Directive:
 class Governor:
     """Turns states into directives under a policy.
 
-    `device` is anything with `temp_limit_c`, `skin_limit_c`, `sustained_w` and `static_w` (each a number or
-    None). `die_model` and `skin_model` identify the machine's heat as it runs. `target_mb` and `draft_mb`
-    are what weights and caches take.
+    `device` is a profile (`targets.device.Device`, or anything with some of its `temp_limit_c`,
+    `skin_limit_c`, `sustained_w` and `thermal`). The machine's heat is identified as it runs, from that
+    profile on, by `die_model` and `skin_model`. `target_mb` and `draft_mb` are what weights and caches take.
     """
 
     def __init__(
@@ -153,14 +154,23 @@ class Governor:
         self._at_floor = False
         self._why = "cool"
 
-    def _watch(self, limit: str, assumed_c: float, gains: Any, model: ThermalEstimate | None) -> Watch:
+    def _watch(self, limit: str, assumed_c: float, gains: Gains, model: ThermalEstimate | None) -> Watch:
         """A temperature under the user's limit, else the device's, else an assumed one."""
         named, trip = self.policy.temp_limit_c, _figure(self.device, limit)
         body = limit == "skin_limit_c"
         if trip is not None:
             trip -= 0.0 if body else self.tuning.trip_margin_c
         known = [c for c in (named, trip) if c is not None]
-        return Watch(min(known, default=assumed_c), gains, self.tuning, not known, self._sustained_w, model)
+        prior = thermal_prior(self.device, body)
+        return Watch(
+            min(known, default=assumed_c),
+            gains,
+            self.tuning,
+            assumed=not known,
+            sustained_w=self._sustained_w,
+            model=model or ThermalModel(prior),
+            trusted=prior is not None,
+        )
 
     def decide(self, state: State, costs: Costs | None = None) -> Directive:
         """The directive for the next round. States come in order of time; one shown twice changes nothing."""
@@ -226,18 +236,18 @@ class Governor:
     def _evidence(self, state: State, eased: bool = False) -> tuple[Level, str]:
         """The level that the readings call for; `eased` asks as if they were a little hotter."""
         tuning = self.tuning
-        ease_c = tuning.hysteresis_c if eased else 0.0
         level, why = Level.NOMINAL, "cool"
-        used = [("die", self._die.used(ease_c), self._die), ("skin", self._skin.used(ease_c), self._skin)]
-        for name, share, watch in used:
-            found = self._level_of(share)
+        ease_c = (tuning.hysteresis_c, tuning.critical_hysteresis_c) if eased else (0.0, 0.0)
+        for name, watch in (("die", self._die), ("skin", self._skin)):
+            found = self._level_of(watch.used(ease_c[0]), watch.used(ease_c[1]))
             found = min(found, Level.WARM) if watch.assumed else found
             if found > level:
                 level, why = found, f"{name} at {watch.temp_c:.1f} of {watch.limit_c:g} °C"
-        margin = tuning.hysteresis_headroom if eased else 0.0
-        vendor = self._level_of(None if state.headroom is None else state.headroom + margin)
-        if vendor > level:
-            level, why = vendor, f"headroom at {state.headroom:.2f} of 1"
+        if state.headroom is not None:
+            ease = (tuning.hysteresis_headroom, tuning.critical_hysteresis_headroom) if eased else (0.0, 0.0)
+            found = self._level_of(state.headroom + ease[0], state.headroom + ease[1])
+            if found > level:
+                level, why = found, f"headroom at {state.headroom:.2f} of 1"
         held = self._held_back(state)
         if held > level:
             level, why = held, "the system holds the clock back"
@@ -245,12 +255,12 @@ class Governor:
             level, why = Level.WARM, "no reading says how hot it is"
         return level, why
 
-    def _level_of(self, used: float | None) -> Level:
-        if used is None or used < self.tuning.warm_at:
+    def _level_of(self, used: float | None, used_for_critical: float | None) -> Level:
+        if used is None or used_for_critical is None or used < self.tuning.warm_at:
             return Level.NOMINAL
         if used < self.tuning.hot_at:
             return Level.WARM
-        return Level.HOT if used < self.tuning.critical_at else Level.CRITICAL
+        return Level.HOT if used_for_critical < self.tuning.critical_at else Level.CRITICAL
 
     def _held_back(self, state: State) -> Level:
         """What a throttle bit or a lasting drop of the clock calls for, whatever the temperature says."""
@@ -287,7 +297,7 @@ class Governor:
         duty = min(self._die.duty, self._skin.duty, self._cap.duty)
         if level == Level.CRITICAL and duty >= 1.0 and not self._holds():
             duty = tuning.critical_duty
-        saving = level >= Level.HOT or self._at_floor
+        saving = level >= tuning.saving_level or self._at_floor
         k_share, k_max = 1.0, None
         if not energy_known:
             k_share = tuning.hot_share if level >= Level.HOT else 1.0

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
+from outrider.power.thermal_model import ThermalPrior
 from outrider.power.tuning import Gains, Tuning
 
-__all__ = ["Regulator", "ThermalEstimate", "Watch"]
+__all__ = ["Regulator", "ThermalEstimate", "Watch", "thermal_prior"]
+
+_PROFILE_SPREAD = 0.4  # how wrong the constants of a device profile may be, as a share
+
+
+def thermal_prior(device: Any, body: bool) -> ThermalPrior | None:
+    """What a device profile says of its heat, as its silicon or its `body` feels it; None: nothing."""
+    thermal = getattr(device, "thermal", None)
+    if thermal is None:
+        return None
+    case = float(thermal.case_c_per_w), float(thermal.case_tau_s)
+    die = (0.1 * case[0], 0.1 * case[1]) if body else (float(thermal.die_c_per_w), float(thermal.die_tau_s))
+    return ThermalPrior(*die, *case, spread=_PROFILE_SPREAD)
 
 
 class ThermalEstimate(Protocol):
     """What a `Watch` asks of a thermal model (`power.thermal_model.ThermalModel`); None: not known yet."""
+
+    @property
+    def identified(self) -> bool:
+        """Whether data, not a guess, say what a watt does."""
+        ...
 
     def observe(self, time_s: float, temp_c: float, power_w: float) -> None:
         """Learn from a reading."""
@@ -25,7 +43,7 @@ class ThermalEstimate(Protocol):
         ...
 
     def time_to(self, limit_c: float, power_w: float) -> float | None:
-        """Seconds until the limit at this power; infinite when it is never reached."""
+        """Seconds until the limit at this power; None when it is never reached."""
         ...
 
 
@@ -52,6 +70,8 @@ class Regulator:
 class Watch:
     """A temperature with its limit; `assumed`: nobody named the limit, so it is not held, only heeded.
 
+    `model` counts once it is identified, or from the start where it is `trusted` (it began with a profile of
+    the device). Until then `sustained_w` says what the limit allows, and without that only duty can hold it.
     `see` takes the readings in order of time; the properties are of the last one. A temperature that is
     gone (None) leaves duty and budget where they were.
     """
@@ -64,6 +84,7 @@ class Watch:
         assumed: bool = False,
         sustained_w: float | None = None,
         model: ThermalEstimate | None = None,
+        trusted: bool = False,
     ) -> None:
         self.limit_c, self.assumed = limit_c, assumed
         self.target_c = limit_c - tuning.target_margin_c
@@ -72,9 +93,12 @@ class Watch:
         self.budget_w: float | None = None
         self.ambient_c = tuning.ambient_c
         self._gains, self._tuning = gains, tuning
-        self._sustained_w, self._model = sustained_w, model
+        self._sustained_w, self._model, self._trusted = sustained_w, model, trusted
+        self._shown_s: float | None = None  # when the model was last shown a reading
+        self._joules = self._seconds = 0.0  # since then
         self._regulator = Regulator(gains, tuning.least_duty)
         self._trim = 0.0  # of the budget, as a share of the sustained power
+        self._planner: ThermalEstimate | None = None  # what planned the last budget
         self._slope = 0.0  # °C/s, smoothed
         self._first_s: float | None = None
         self._last: tuple[float, float] | None = None  # time and temperature of the last reading
@@ -91,8 +115,7 @@ class Watch:
         if temp_c is None:
             return
         dt_s = self._step_of(time_s, temp_c)
-        if power_w is not None and self._model is not None and dt_s > 0.0:
-            self._model.observe(time_s, temp_c, power_w)
+        self._show_model(time_s, temp_c, power_w, dt_s)
         if self.assumed:
             return
         error_c = self.target_c - temp_c - self._slope * self._gains.lead_s
@@ -102,16 +125,32 @@ class Watch:
         else:
             self.duty = 1.0
 
+    def _show_model(self, time_s: float, temp_c: float, power_w: float | None, dt_s: float) -> None:
+        """Let the model learn, now and then, from the temperature and the mean power since the last time."""
+        if self._model is None or power_w is None:
+            return
+        self._joules += power_w * dt_s
+        self._seconds += dt_s
+        if self._shown_s is not None and time_s - self._shown_s < self._tuning.model_period_s:
+            return
+        mean_w = self._joules / self._seconds if self._seconds > 0.0 else power_w
+        self._model.observe(time_s, temp_c, max(mean_w, 0.0))
+        self._shown_s, self._joules, self._seconds = time_s, 0.0, 0.0
+
+    def _known(self) -> ThermalEstimate | None:
+        """The model, where it can be believed."""
+        return self._model if self._model is not None and (self._trusted or self._model.identified) else None
+
     def time_to_limit_s(self, power_w: float | None) -> float | None:
         """Seconds until the limit, by the model at this power, else by the slope; None when it is not coming."""
         if self.temp_c is None:
             return None
         if self.temp_c >= self.limit_c:
             return 0.0
-        known = self._model.time_to(self.limit_c, power_w) if self._model and power_w is not None else None
-        if known is None and self._slope > 0.01:
-            known = (self.limit_c - self.temp_c) / self._slope
-        return known if known is not None and known < 3600.0 else None
+        model = self._known()
+        if model is not None and power_w is not None and power_w >= 0.0:
+            return model.time_to(self.limit_c, power_w)
+        return (self.limit_c - self.temp_c) / self._slope if self._slope > 0.01 else None
 
     def _step_of(self, time_s: float, temp_c: float) -> float:
         """Seconds since the last reading (0 after a gap), with the slope and ambient brought up to date."""
@@ -134,7 +173,7 @@ class Watch:
 
     def _budget(self, dt_s: float, error_c: float, power_w: float | None) -> float | None:
         """Watts that hold the target: the model's (else the kernel's rule), corrected by what came of it."""
-        gains, model = self._gains, self._model
+        gains, model = self._gains, self._known()
         sustained = (model.sustainable_w(self.target_c) if model else None) or self._sustained_w
         if sustained is None or sustained <= 0.0:
             return None
@@ -142,9 +181,15 @@ class Watch:
         if planned is None:
             share = (1.0 - (self.used() or 0.0)) / (1.0 - self._tuning.warm_at)
             planned = sustained * (1.0 + (self._tuning.boost - 1.0) * max(share, 0.0))
-        budget = planned + sustained * (self._trim + gains.per_c * min(error_c, 0.0))
-        binding = power_w is not None and power_w >= 0.9 * budget
+        near = error_c <= gains.band_c
+        if near and model is not self._planner and self.budget_w is not None:
+            self._trim = (self.budget_w - planned) / sustained  # another planner goes on from where this was
+        self._planner = model
+        binding = power_w is not None and power_w >= 0.9 * (self.budget_w or planned)
         if abs(error_c) <= gains.band_c and (error_c < 0.0 or binding):
-            change = gains.per_c * error_c * dt_s / gains.integral_s
-            self._trim = min(max(self._trim + change, -0.5), 0.5)
+            self._trim += gains.per_c * error_c * dt_s / gains.integral_s
+        self._trim = min(max(self._trim, -0.5), 0.5)
+        budget = planned + sustained * (self._trim + gains.per_c * min(error_c, 0.0))
+        if near and self.budget_w is not None:
+            budget = min(budget, self.budget_w + sustained * gains.rise_per_s * dt_s)
         return max(budget, self._tuning.least_duty * sustained)

@@ -16,7 +16,8 @@ class Gains:
     `lead_s`: the temperature is judged where its slope will have brought it by then. `per_c`: the share of
     full work given up for each °C above the target. `integral_s`: how fast a lasting error is integrated.
     `start_duty`: the share of work at the target before anything was learned. `band_c`: errors beyond it are
-    not integrated. `horizon_s`: a power budget must keep the target for so long.
+    not integrated. `horizon_s`: a power budget must keep the target for so long. `rise_per_s`: within the
+    band a budget rises by this share of the sustained power at most, however the model changes its mind.
     """
 
     lead_s: float
@@ -25,6 +26,7 @@ class Gains:
     start_duty: float = 0.5
     band_c: float = 3.0
     horizon_s: float = 10.0
+    rise_per_s: float = 0.02
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Tuning:
     one at a time, when what holds them up has been `hysteresis_c` (of vendor headroom:
     `hysteresis_headroom`) below for `dwell_s`, and only while at most `most_changes` changes lie in the last
     `changes_window_s`, so that a noisy plateau cannot make more than two changes more than that. Phones release at
-    1.9 °C, a Raspberry Pi's fan at 5 °C.
+    1.9 °C, a Raspberry Pi's fan at 5 °C. Critical ends `critical_hysteresis_c` (`critical_hysteresis_headroom`)
+    below: regulators hold `target_margin_c` below a limit, so that two degrees would never come.
 
     A throttle share above 0 is warm, from `throttle_hot` hot. A clock below `clock_warm` of the best seen is
     warm, below `clock_hot` hot unless the silicon is cool (h below `clock_cool`), once it lasts `clock_hold_s`:
@@ -48,7 +51,8 @@ class Tuning:
 
     Without a thermal model the power budget falls from `boost` times the sustained power at `warm_at` to the
     sustained power at h = 1, as the kernel's power allocator does; above the target it falls by `per_c` of it
-    for each °C. `die` and `skin` hold the two temperatures.
+    for each °C. `die` and `skin` hold the two temperatures. A thermal model is shown a reading every
+    `model_period_s`. From the level `saving_level` on (0 nominal .. 3 critical, 4 never) the objective is energy.
 
     Without energy figures hot drafts at most `hot_share` of the cool k, critical at most `critical_k`.
     `least_duty` is the least share of time worked; critical without a regulator works `critical_duty`.
@@ -66,6 +70,8 @@ class Tuning:
     critical_at: float = 1.0
     hysteresis_c: float = 2.0
     hysteresis_headroom: float = 0.05
+    critical_hysteresis_c: float = 0.5
+    critical_hysteresis_headroom: float = 0.015
     dwell_s: float = 12.0
     most_changes: int = 2
     changes_window_s: float = 60.0
@@ -86,6 +92,8 @@ class Tuning:
     skin: Gains = field(
         default_factory=lambda: Gains(lead_s=20.0, per_c=0.5, integral_s=120.0, band_c=1.0, horizon_s=60.0)
     )
+    model_period_s: float = 0.5
+    saving_level: int = 2
     hot_share: float = 0.5
     critical_k: int = 1
     least_duty: float = 0.05
