@@ -23,6 +23,8 @@ from outrider.power.tuning import Gains, Tuning
 
 __all__ = ["Directive", "Governor", "Level", "Policy"]
 
+_SAVING = Objective("energy")
+
 
 class Level(IntEnum):
     """How much of the thermal headroom is used."""
@@ -135,6 +137,7 @@ class Governor:
     ) -> None:
         self.policy, self.device = policy or Policy(), device
         self.tuning = tuning or Tuning()
+        self._objective = Objective(self.policy.objective)
         self.target_mb, self.draft_mb = target_mb, draft_mb
         self.level = Level.NOMINAL
         self._sustained_w = _figure(device, "sustained_w")
@@ -292,7 +295,7 @@ class Governor:
         return min((watts for watts in bounds if watts is not None), default=None)
 
     def _directive(self, state: State, energy_known: bool) -> Directive:
-        level, tuning, policy = self.level, self.tuning, self.policy
+        level, tuning = self.level, self.tuning
         power_w = self._bound(energy_known)
         duty = min(self._die.duty, self._skin.duty, self._cap.duty)
         if level == Level.CRITICAL and duty >= 1.0 and not self._holds():
@@ -303,9 +306,9 @@ class Governor:
             k_share = tuning.hot_share if level >= Level.HOT else 1.0
             k_max = tuning.critical_k if level == Level.CRITICAL else None
         loaded = self._memory.loaded
-        times = [watch.time_to_limit_s(state.power_w) for watch in (self._die, self._skin)]
+        times = [watch.time_to_limit_s for watch in (self._die, self._skin)]
         return Directive(
-            objective=Objective("energy") if saving else Objective(policy.objective),
+            objective=_SAVING if saving else self._objective,
             level=level,
             power_w=None if power_w is None else power_w * self._cap.trim,
             duty=duty,

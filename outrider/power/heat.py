@@ -91,11 +91,13 @@ class Watch:
         self.temp_c: float | None = None
         self.duty = 1.0
         self.budget_w: float | None = None
+        self.time_to_limit_s: float | None = None  # None: not coming
         self.ambient_c = tuning.ambient_c
         self._gains, self._tuning = gains, tuning
         self._sustained_w, self._model, self._trusted = sustained_w, model, trusted
         self._shown_s: float | None = None  # when the model was last shown a reading
         self._joules = self._seconds = 0.0  # since then
+        self._predicted_s: float | None = None  # when the time to the limit was last told
         self._regulator = Regulator(gains, tuning.least_duty)
         self._trim = 0.0  # of the budget, as a share of the sustained power
         self._planner: ThermalEstimate | None = None  # what planned the last budget
@@ -113,9 +115,11 @@ class Watch:
         """Take a reading; `in_watts` says that the plan can keep a power budget, else it keeps a duty."""
         self.temp_c = temp_c
         if temp_c is None:
+            self.time_to_limit_s = None
             return
         dt_s = self._step_of(time_s, temp_c)
         self._show_model(time_s, temp_c, power_w, dt_s)
+        self._predict(time_s, temp_c, power_w)
         if self.assumed:
             return
         error_c = self.target_c - temp_c - self._slope * self._gains.lead_s
@@ -141,16 +145,18 @@ class Watch:
         """The model, where it can be believed."""
         return self._model if self._model is not None and (self._trusted or self._model.identified) else None
 
-    def time_to_limit_s(self, power_w: float | None) -> float | None:
-        """Seconds until the limit, by the model at this power, else by the slope; None when it is not coming."""
-        if self.temp_c is None:
-            return None
-        if self.temp_c >= self.limit_c:
-            return 0.0
+    def _predict(self, time_s: float, temp_c: float, power_w: float | None) -> None:
+        """Seconds until the limit, by the model at the power of now, else by the slope; now and then."""
+        if self._predicted_s is not None and time_s - self._predicted_s < self._tuning.model_period_s:
+            return
+        self._predicted_s = time_s
         model = self._known()
-        if model is not None and power_w is not None and power_w >= 0.0:
-            return model.time_to(self.limit_c, power_w)
-        return (self.limit_c - self.temp_c) / self._slope if self._slope > 0.01 else None
+        if temp_c >= self.limit_c:
+            self.time_to_limit_s = 0.0
+        elif model is not None and power_w is not None and power_w >= 0.0:
+            self.time_to_limit_s = model.time_to(self.limit_c, power_w)
+        else:
+            self.time_to_limit_s = (self.limit_c - temp_c) / self._slope if self._slope > 0.01 else None
 
     def _step_of(self, time_s: float, temp_c: float) -> float:
         """Seconds since the last reading (0 after a gap), with the slope and ambient brought up to date."""

@@ -51,8 +51,8 @@ class Tuning:
 
     Without a thermal model the power budget falls from `boost` times the sustained power at `warm_at` to the
     sustained power at h = 1, as the kernel's power allocator does; above the target it falls by `per_c` of it
-    for each °C. `die` and `skin` hold the two temperatures. A thermal model is shown a reading every
-    `model_period_s`. From the level `saving_level` on (0 nominal .. 3 critical, 4 never) the objective is energy.
+    for each °C. `die` and `skin` hold the two temperatures. A thermal model is shown a reading and
+    asked for the time to the limit every `model_period_s`. From the level `saving_level` on (0 nominal .. 3 critical, 4 never) the objective is energy.
 
     Without energy figures hot drafts at most `hot_share` of the cool k, critical at most `critical_k`.
     `least_duty` is the least share of time worked; critical without a regulator works `critical_duty`.
@@ -92,7 +92,7 @@ class Tuning:
     skin: Gains = field(
         default_factory=lambda: Gains(lead_s=20.0, per_c=0.5, integral_s=120.0, band_c=1.0, horizon_s=60.0)
     )
-    model_period_s: float = 0.5
+    model_period_s: float = 1.0
     saving_level: int = 2
     hot_share: float = 0.5
     critical_k: int = 1
