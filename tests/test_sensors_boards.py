@@ -190,6 +190,19 @@ def test_a_file_that_would_block_says_so_instead_of_waiting(tmp_path: Path) -> N
     assert "/temp has nothing to say now" in reason
 
 
+def test_android_is_not_told_to_use_sudo(board: Board) -> None:
+    board.add({"/system/build.prop": "", "/sys/class/thermal/thermal_zone0/temp": 1})
+    board.break_file("/sys/class/thermal/thermal_zone0/temp", errno.EACCES)
+    _, reason = sysfs.read_number(board.system, board.system.path("/sys/class/thermal/thermal_zone0/temp"))
+    assert "adb can read it" in reason
+    assert "sudo" not in reason
+
+
+def test_names_are_made_unique_even_when_the_tie_breaker_ties() -> None:
+    assert sysfs.labels(["a", "b", "a"]) == ["a@0", "b", "a@1"]
+    assert sysfs.labels(["a", "a"], lambda index: "x") == ["a@x@0", "a@x@1"]
+
+
 def test_numbers_in_names_sort_as_numbers(tmp_path: Path) -> None:
     for number in (10, 2, 1):
         (tmp_path / f"zone{number}").mkdir()

@@ -115,6 +115,14 @@ def test_pressure_that_is_switched_off_says_how_to_have_it(board: Board) -> None
     assert "psi=1" in reason
 
 
+def test_pressure_that_may_not_be_read_is_not_blamed_on_the_boot_line(board: Board) -> None:
+    board.add(memory())
+    board.break_file("/proc/pressure/memory", errno.EACCES)
+    reason = reasons(only(Memory.find(board.system)).read(), "memory_pressure")["memory:pressure"]
+    assert "permission denied" in reason
+    assert "psi=1" not in reason
+
+
 def test_pressure_of_a_form_that_is_not_known_gives_a_reason(board: Board) -> None:
     board.add(memory() | {"/proc/pressure/memory": "some avg10=1.00"})
     assert (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Mapping
 
 import pytest
@@ -200,6 +201,24 @@ def test_two_sockets_that_meet_by_chance_stay_two(board: Board) -> None:
     sensor.read()
     step(board, 1.0, {"intel-rapl:0": 90_000_000, "intel-rapl:1": 90_000_000})
     assert values(sensor.read(), "power")["rapl:total"] == pytest.approx(80.0 + 30.0)
+
+
+def test_a_socket_that_was_taken_for_a_mirror_brings_no_past_into_the_total(board: Board) -> None:
+    board.add(zone("intel-rapl:0", "package-0", 500_000_000) | zone("intel-rapl:1", "package-1", 500_100_000))
+    sensor = only(Rapl.find(board.system))
+    totals = []
+    for joules in (0, 10, 20, 30):
+        totals += [value for key, value in values(sensor.read(), "energy").items() if key == "rapl:total"]
+        step(
+            board,
+            1.0,
+            {
+                "intel-rapl:0": 500_000_000 + joules * 1_000_000,
+                "intel-rapl:1": 500_100_000 + joules * 2_000_000,
+            },
+        )
+    assert totals == sorted(totals)
+    assert max(after - before for before, after in itertools.pairwise(totals)) <= 30.0
 
 
 def test_the_total_has_no_value_while_a_part_has_none(board: Board) -> None:

@@ -89,12 +89,10 @@ class Memory:
             figure: Figure = float(match[1]), ""
         elif text is not None:
             figure = None, f"/proc/pressure/memory holds {text[:40]!r}, without a line of full stalls"
+        elif not path.exists():
+            figure = None, "/proc/pressure/memory is absent; boot with psi=1 to have it"
         else:
-            absent = not path.exists()
-            figure = (
-                None,
-                f"{'/proc/pressure/memory is absent' if absent else reason}; boot with psi=1 to have it",
-            )
+            figure = None, f"{reason}; boot with psi=1 to have it" if "switched off" in reason else reason
         return self._reading("memory:pressure", "memory_pressure", figure, "device")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
@@ -136,24 +136,39 @@ class Rapl:
         return self._total.readings(counters)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Total:
-    """Which domains make the machine's figure."""
+    """Which domains make the machine's figure, and the joules of all so far.
+
+    Steps are added up, not the domains' sums, so that a domain that comes to count later brings no past with it.
+    """
 
     kinds: tuple[str, ...]
     scope: Scope
+    total_j: float | None = None
+    last_j: dict[str, float] = field(default_factory=dict)
 
     def readings(self, counters: Sequence[_Counter]) -> list[Reading]:
         parts = [counter for counter in counters if counter.kind in self.kinds]
         time_s = max(part.time_s for part in parts)
         reason = next((f"{part.source}: {part.reason}" for part in parts if part.reason), "")
+        if reason:
+            return [Reading("rapl:total", "energy", None, self.scope, "counter", time_s, reason)]
         names = " + ".join(part.source for part in parts)
-        energy = None if reason else sum(part.total_j for part in parts)
+        energy = self._advance(parts)
+        result = [Reading("rapl:total", "energy", energy, self.scope, "counter", time_s, names)]
         powers = [part.power_w for part in parts if part.power_w is not None]
-        result = [Reading("rapl:total", "energy", energy, self.scope, "counter", time_s, reason or names)]
-        if not reason and len(powers) == len(parts):
+        if len(powers) == len(parts):
             result.append(Reading("rapl:total", "power", sum(powers), self.scope, "counter", time_s, names))
         return result
+
+    def _advance(self, parts: Sequence[_Counter]) -> float:
+        if self.total_j is None:
+            self.total_j = sum(part.total_j for part in parts)
+        else:
+            self.total_j += sum(part.total_j - self.last_j.get(part.source, part.total_j) for part in parts)
+        self.last_j = self.last_j | {part.source: part.total_j for part in parts}
+        return self.total_j
 
 
 def _choose_total(counters: Sequence[_Counter]) -> _Total | None:

@@ -6,7 +6,8 @@ import errno
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 
@@ -132,8 +133,16 @@ def shown(system: System, path: Path) -> str:
 def _explain(system: System, path: Path, error: OSError, fix: str) -> str:
     name = shown(system, path)
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"{name}: permission denied; {fix or f'allow it with: sudo chmod a+r {name}'}"
+        return f"{name}: permission denied; {_permission(system, name, fix)}"
     return f"{name} {_FIXES.get(error.errno or 0, f'cannot be read: {error.strerror}')}"
+
+
+def _permission(system: System, name: str, fix: str) -> str:
+    if system.path("/system/build.prop").exists():
+        return "Android keeps it from apps; over a cable adb can read it"
+    if name.startswith("/sys/"):
+        return fix or f"until the next boot allow it with: sudo chmod a+r {name}"
+    return fix or "only root may read it here"
 
 
 def list_folder(folder: Path, pattern: str = "*") -> list[Path]:
@@ -151,13 +160,14 @@ def _natural(text: str) -> list[tuple[int, int, str]]:
     ]
 
 
-def labels(names: Iterable[str], tie_breaker: Callable[[int], str] | None = None) -> Sequence[str]:
+def labels(names: Iterable[str], tie_breaker: Callable[[int], str] | None = None) -> list[str]:
     """The names made unique: those that occur more than once get `@` and a tie breaker, or their rank."""
     names = list(names)
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
+    count = Counter(names)
     result = []
     for index, name in enumerate(names):
-        rank = seen[name] = seen.get(name, -1) + 1
-        unique = names.count(name) == 1
-        result.append(name if unique else f"{name}@{tie_breaker(index) if tie_breaker else rank}")
-    return result
+        tail = tie_breaker(index) if tie_breaker else str(seen[name])
+        seen[name] += 1
+        result.append(name if count[name] == 1 else f"{name}@{tail}")
+    return result if tie_breaker is None else labels(result)

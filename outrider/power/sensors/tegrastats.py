@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from outrider.contracts import Quantity, Reading, Scope
 from outrider.power.sensors.ina import Ina, board_total
-from outrider.power.sensors.sysfs import Figure, is_linux
+from outrider.power.sensors.sysfs import PLAUSIBLE_C, Figure, is_linux
 from outrider.power.sensors.system import CommandResult, Sensor, System
 
 __all__ = ["Tegrastats", "Token", "parse_tegrastats"]
@@ -24,7 +24,6 @@ _POWER = re.compile(r"([0-9]+)(?:mW)?/[0-9]+(?:mW)?$")
 _CLOCK = re.compile(r"[0-9]+%@\[?([0-9]+(?:,[0-9]+)*)\]?$")
 _CORE = re.compile(r"[0-9]+%@([0-9]+)$")
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*$")
-_OFF_C = -40.0
 _FIXED = ("PMIC",)
 """Sensors that show their alarm threshold instead of a temperature."""
 
@@ -41,10 +40,11 @@ def parse_tegrastats(line: str) -> list[Token]:
     """Temperatures, powers and clocks of one line; what is off, unknown or without a figure is left out."""
     words = line.split()
     tokens: list[Token] = []
+    low, high = PLAUSIBLE_C  # a sensor that is off shows -256C
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if match := _TEMPERATURE.match(word):
             temp_c = float(match[2])
-            if temp_c > _OFF_C and match[1] not in _FIXED:
+            if low <= temp_c <= high and match[1] not in _FIXED:
                 tokens.append(Token(match[1], "temperature", temp_c))
         elif _NAME.match(word):
             tokens += _named(word, following)
