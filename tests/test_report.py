@@ -40,9 +40,8 @@ def energy(watts: float, seconds: float) -> RunEnergy:
     joules = watts * seconds
     stages = {"prefill": 0.05 * joules, "draft": 0.25 * joules, "verify": 0.6 * joules, "other": 0.1 * joules}
     stages["wasted_draft"] = 0.1 * joules
-    return RunEnergy(
-        joules, "module", "integrated", joules - 1.5 * seconds, stages, 400, 399, 0.3, 0.1, "hwmon:VDD_IN"
-    )
+    trust, source = "module or device input", "hwmon:VDD_IN"
+    return RunEnergy(joules, "module", "instant", trust, source, stages, 400, 399, 0.3, 0.1, 0.99, 0.5)
 
 
 def a_trace(
@@ -188,10 +187,14 @@ def test_joules_a_token_leave_prefill_out_and_keep_the_sign_of_net() -> None:
     assert cell.stage_j_per_token is not None
     assert cell.stage_j_per_token["wasted_draft"] < cell.stage_j_per_token["draft"]
     trace = a_trace()
-    runs = [replace(r, energy=replace(r.energy, net_j=-3.0, stages={})) for r in trace.runs if r.energy]
-    net = summarise(replace(trace, runs=tuple(runs))).cells[0].net_j_per_token
+    assert cell.net_j_per_token is not None
+    idle_j = 1.51 * (80.0 - 0.5) / 80.0 / cell.tokens_per_s.mean
+    assert cell.net_j_per_token.mean == pytest.approx(cell.energy_j_per_token.mean - idle_j, rel=1e-2)
+    busy = replace(trace, end=replace(trace.end, idle_before_w=30.0))
+    net = summarise(busy).cells[0].net_j_per_token
     assert net is not None
     assert net.mean < 0
+    assert any("Idle power moved" in note for note in summarise(busy).notes)
 
 
 def test_a_speedup_is_paired_with_the_plain_run_of_the_same_repetition() -> None:

@@ -20,6 +20,8 @@ COMMANDS = {
     "chat": "Talk to a bundle.",
     "acceptance": "Record what a bundle's drafters get right, to simulate plans from.",
     "bench": "Measure a bundle: prefill, plain and speculative decoding, side by side.",
+    "profile": "What a bundle sustains within a power cap or a temperature limit, here or simulated.",
+    "simulate": "Compare policies over a scripted day on a simulated device.",
     "doctor": "What this machine has, and whether speculation pays here for a bundle.",
     "devices": "List device profiles, and where each of their figures is from.",
     "record": "Record power, heat, clocks and memory of this machine or a phone.",

@@ -28,6 +28,7 @@ __all__ = [
     "open_pipeline",
     "parse_k",
     "print_json",
+    "refuse_loading",
     "sampling_from",
 ]
 
@@ -151,6 +152,22 @@ def _governing_from(options: dict[str, Any], governor: bool | None) -> dict[str,
     )
     off = options.pop("no_governor", False)
     return {**found, "governor": False if off else None if asked else governor}
+
+
+def refuse_loading(options: dict[str, Any], why: str) -> None:
+    """Refuse loading options where no bundle is loaded, and take them out of `options`."""
+    defaults = {
+        "threads": None,
+        "target_provider": (),
+        "draft_provider": (),
+        "no_draft": False,
+        "verify": "size",
+    }
+    for name, default in defaults.items():
+        if options.pop(name) != default:
+            raise UsageError(
+                f"--{name.replace('_', '-')} concerns a bundle, and {why} loads none; leave it out"
+            )
 
 
 def sampling_from(options: dict[str, Any]) -> Sampling:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from outrider.power.intervals import Interval
 from outrider.power.summary import Cell, Summary
 
-__all__ = ["headline", "notes"]
+__all__ = ["headline", "notes", "table"]
 
 SUSTAINED_S = 60.0  # shorter runs reach a rate, they do not sustain it
 FEW_UPDATES = 20  # of a sensor in one run, below which its mean is not to be trusted
@@ -149,3 +150,35 @@ def _about_bounds(summary: Summary) -> str:
     if limit is not None and all(cell.holds_limit is None for cell in summary.cells):
         return f"No thermometer is known here, so nothing says whether {limit:g} °C were kept."
     return ""
+
+
+def table(summary: Summary) -> str:
+    """Every cell in a line of text: means with half of their 95 % intervals; joules only where measured."""
+    head = ["setting", "n", "tokens/s", "x plain", "acceptance"]
+    head += ["J/token", "W"] if summary.metered else []
+    head += ["peak °C", "retention", "note"]
+    rows = [head, *(_line(cell, summary.metered) for cell in summary.cells)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    text = ["  ".join(value.ljust(w) for value, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(text)
+
+
+def _line(cell: Cell, metered: bool) -> list[str]:
+    joules = [_spread(cell.energy_j_per_token, 3), _spread(cell.power_w, 2)] if metered else []
+    return [
+        cell.label,
+        str(cell.tokens_per_s.n),
+        _spread(cell.tokens_per_s, 2),
+        _spread(cell.speedup, 2),
+        "-" if cell.acceptance is None else f"{cell.acceptance:.2f}",
+        *joules,
+        "-" if cell.peak_c is None else f"{cell.peak_c:.1f}",
+        "-" if cell.retention is None else f"{cell.retention:.2f}",
+        "" if cell.allowed else "breaks a limit",
+    ]
+
+
+def _spread(found: Interval | None, digits: int) -> str:
+    if found is None:
+        return "-"
+    return f"{found.mean:.{digits}f}" + ("" if found.half is None else f" ± {found.half:.{digits}f}")

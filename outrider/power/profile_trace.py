@@ -107,21 +107,24 @@ class RoundLine:
 
 @dataclass(frozen=True)
 class RunEnergy:
-    """Joules of a run. `net_j` is over the idle machine and may be negative; `stages` never exceed the whole.
+    """Gross joules of a run, from which part of the machine, by what method, and how far to trust them.
 
-    Stages: prefill, draft, verify, wasted_draft (drafted in vain, a part of draft), other.
+    Stages: prefill, draft, wasted_draft (drafted in vain, a part of draft), verify, and other, which is what
+    remains: the whole is never a sum of stages. `edge_j` bounds what the window's edges may be wrong by.
     """
 
     gross_j: float
     scope: str
     method: str
-    net_j: float | None = None
+    trust: str = ""
+    source: str = ""
     stages: Mapping[str, float] = field(default_factory=dict)
     samples_expected: int | None = None
     samples_got: int | None = None
     largest_gap_s: float | None = None
     period_s: float | None = None
-    source: str = ""
+    coverage: float = 1.0
+    edge_j: float | None = None
 
 
 @dataclass(frozen=True)

@@ -303,6 +303,17 @@ def _rates(rounds: Sequence[RoundLine], bins: int = 150) -> list[tuple[float, fl
     ]
 
 
+METHODS = {
+    "counter": "the hardware counts joules",
+    "integrated": "means of power, integrated over their own times",
+    "instant": "samples of power, integrated over their own times",
+    "estimated": "an estimate, not a measurement",
+    "simulated": "a model of the device, not a measurement",
+    "replayed": "read from a recorded trace",
+}
+"""How the joules were found, in words."""
+
+
 def _budget(summary: Summary) -> str:
     budget = summary.error_budget
     if budget is None:
@@ -317,12 +328,17 @@ def _budget_lines(budget: ErrorBudget) -> list[tuple[str, str]]:
     idle = f"{_plain(budget.idle_before_w)} W before, {_plain(budget.idle_after_w)} W after"
     known_idle = budget.idle_before_w is not None or budget.idle_after_w is not None
     return [
-        ("method", f"{budget.method}: {TRUST.get(budget.method, 'unknown')}"),
+        ("method", f"{METHODS.get(budget.method, budget.method)}; trust: {budget.trust or 'unknown'}"),
         ("part that is metered", budget.scope),
         ("source", budget.source or "–"),
         ("samples", counted),
         ("fewest samples in a run", "–" if budget.fewest_in_a_run is None else str(budget.fewest_in_a_run)),
         ("largest gap", _plain(budget.largest_gap_s, ".2f", " s")),
+        ("covered, at least", f"{budget.coverage:.1%} of a run"),
+        (
+            "edges of a run",
+            "–" if budget.edge_share is None else f"at most {budget.edge_share:.1%} of its joules",
+        ),
         ("period of the sensor", _plain(budget.period_s, ".2f", " s")),
         (
             "cost of sampling",
@@ -330,17 +346,6 @@ def _budget_lines(budget: ErrorBudget) -> list[tuple[str, str]]:
         ),
         ("idle baseline", idle if known_idle else "not taken: no net figures"),
     ]
-
-
-TRUST = {
-    "counter": "the hardware counts joules",
-    "integrated": "samples of power, integrated over their own times",
-    "instant": "samples of power, integrated over their own times",
-    "estimated": "an estimate, not a measurement",
-    "simulated": "a model of the device, not a measurement",
-    "replayed": "read from a recorded trace",
-}
-"""How far each method can be trusted, in words."""
 
 
 def _provenance(summary: Summary) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 from outrider.power.headline import headline, notes
@@ -26,7 +27,7 @@ def summarise(trace: ProfileTrace) -> Summary:
         headline="",
         simulated=trace.header.simulated,
         partial=trace.partial,
-        cells=tuple(_cell(mine, trace, plain) for mine in _by_cell(runs)),
+        cells=tuple(_cell(mine, trace, plain) for mine in _by_cell(runs, trace.header.settings.cells)),
         settings=trace.header.settings,
         provenance=trace.header.provenance,
         tool_version=trace.header.tool_version,
@@ -37,9 +38,10 @@ def summarise(trace: ProfileTrace) -> Summary:
     return replace(summary, headline=headline(summary), notes=(*notes(summary), *more))
 
 
-def _by_cell(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs of each cell; interrupted ones only where there is no other."""
-    cells: dict[str, list[Run]] = {}
+def _by_cell(runs: Sequence[Run], order: Sequence[str]) -> list[list[Run]]:
+    """The runs of each cell, in the order asked for; interrupted ones only where there is no other."""
+    ran = {run.label for run in runs}
+    cells: dict[str, list[Run]] = {label: [] for label in order if label in ran}
     for run in runs:
         cells.setdefault(run.label, []).append(run)
     return [[run for run in mine if run.whole] or mine for mine in cells.values()]
@@ -65,7 +67,7 @@ def _cell(runs: Sequence[Run], trace: ProfileTrace, plain: Mapping[int, float]) 
         seconds=sum(run.end_s - run.begin_s for run in runs),
         speedup=_speedup(first.label, rates, plain),
         energy_j_per_token=_per_token(runs, _decode_j),
-        net_j_per_token=_per_token(runs, _decode_net_j),
+        net_j_per_token=_per_token(runs, partial(_decode_net_j, idle_w=_idle_w(trace))),
         power_w=power,
         peak_c=peak,
         mean_k=_ratio(sum(line.drafted for line in rounds), len(rounds)),
@@ -135,16 +137,20 @@ def _decode_j(run: Run) -> float | None:
     return None if run.energy is None else run.energy.gross_j - run.energy.stages.get("prefill", 0.0)
 
 
-def _decode_net_j(run: Run) -> float | None:
-    """The same over the idle machine: net joules less the share that prefill has in the gross."""
-    energy = run.energy
-    if energy is None or energy.net_j is None or energy.gross_j <= 0:
+def _decode_net_j(run: Run, idle_w: float | None) -> float | None:
+    """The same above the idle machine; it may be negative."""
+    gross = _decode_j(run)
+    if gross is None or idle_w is None:
         return None
-    idle_w = (energy.gross_j - energy.net_j) / (run.end_s - run.begin_s)
-    prefill = energy.stages.get("prefill")
-    if prefill is None:
-        return energy.net_j
-    return energy.net_j - (prefill - idle_w * run.prefill_s)
+    seconds = run.end_s - run.begin_s
+    if run.energy is not None and "prefill" in run.energy.stages:
+        seconds -= run.prefill_s
+    return gross - idle_w * seconds
+
+
+def _idle_w(trace: ProfileTrace) -> float | None:
+    """The idle baseline: the mean of before and after, or the one that is known."""
+    return None if trace.end is None else _mean([trace.end.idle_before_w, trace.end.idle_after_w])
 
 
 def _stages(runs: Sequence[Run]) -> dict[str, float] | None:
@@ -168,6 +174,7 @@ def _error_budget(runs: Sequence[Run], trace: ProfileTrace) -> ErrorBudget | Non
     first, end = energies[0], trace.end
     return ErrorBudget(
         method=first.method,
+        trust=first.trust,
         scope=first.scope,
         source=first.source,
         samples_expected=sum(expected) if expected else None,
@@ -175,6 +182,8 @@ def _error_budget(runs: Sequence[Run], trace: ProfileTrace) -> ErrorBudget | Non
         fewest_in_a_run=min(got, default=None),
         largest_gap_s=max(gaps, default=None),
         period_s=first.period_s,
+        coverage=min(e.coverage for e in energies),
+        edge_share=max((e.edge_j / e.gross_j for e in energies if e.edge_j and e.gross_j > 0), default=None),
         sampler_share=None if end is None else end.sampler_share,
         idle_before_w=None if end is None else end.idle_before_w,
         idle_after_w=None if end is None else end.idle_after_w,

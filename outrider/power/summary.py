@@ -60,9 +60,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class ErrorBudget:
-    """How far to trust the joules: by what method, from which part, from how many samples."""
+    """How far to trust the joules: by what method, from which part, from how many samples.
+
+    `coverage` is the least of any run; `edge_share` the most that the edges of a run's window may be wrong by.
+    """
 
     method: str
+    trust: str
     scope: str
     source: str
     samples_expected: int | None
@@ -70,6 +74,8 @@ class ErrorBudget:
     fewest_in_a_run: int | None
     largest_gap_s: float | None
     period_s: float | None
+    coverage: float
+    edge_share: float | None
     sampler_share: float | None
     idle_before_w: float | None
     idle_after_w: float | None

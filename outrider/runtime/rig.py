@@ -6,28 +6,38 @@ from a `Machine` on a virtual clock; nothing of it was measured.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from outrider.contracts import Clock, Drafter, Energy, Graph
+from outrider.errors import UsageError
 from outrider.power.governor import Governor, Policy
 from outrider.power.monitor import Monitor
 from outrider.power.sensors.simulated import Simulated
 from outrider.power.state import State
+from outrider.runtime.bench import default_prompts
+from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import Planner
 from outrider.runtime.rounds import Engine
 from outrider.targets.device import Device
 from outrider.targets.physics import dynamic_power, roofline_time
-from outrider.targets.simulated import DRAFT_COST, TARGET_COST, Machine, ModelCost, SimulatedGraph
-from outrider.targets.trace_model import Stage, TraceDrafter, TraceTarget, TraceText, cycle
+from outrider.targets.simulated import DRAFT_COST, TARGET_COST, Machine, ModelCost, SimulatedGraph, model_cost
+from outrider.targets.trace_model import Stage, TraceDrafter, TraceTarget, TraceText
+from outrider.targets.trace_model import cycle as cycle_texts
 
 if TYPE_CHECKING:
+    from outrider.manifest import RoleEntry
     from outrider.power.energy import EnergyModel
+    from outrider.runtime.pipeline import Pipeline
 
-__all__ = ["Rig", "Text", "nominal_energy", "trace_rig"]
+__all__ = ["Rig", "Text", "Texts", "bundle_rig", "host_rig", "nominal_energy", "trace_rig"]
 
+DEFAULT_PREFILL = 512  # tokens of the prompt in one forward
 _WIDTHS = range(1, 17)  # of verify forwards that a prior is given for
 
 
@@ -40,17 +50,21 @@ class Text:
     stop_ids: frozenset[int] = frozenset()
 
 
+Texts = Callable[[str | None], Text]
+
+
 @dataclass
 class Rig:
     """Parts for engines that all decode on one machine. `device` is what a governor knows of it.
 
-    `text(category)` begins the next text. `machine` is the simulated one, None on a real machine. `sleep`
-    pauses; `monitor` reads the sensors when it is polled, or in a thread of its own.
+    `texts()` gives a sequence that starts anew: a call of it, with a category or None, begins the next text.
+    `machine` is the simulated one, None on a real machine. `sleep` pauses; `monitor` reads the sensors when
+    it is polled, or in a thread of its own.
     """
 
     target: Graph
     drafters: Mapping[str, Drafter]
-    text: Callable[[str | None], Text]
+    texts: Callable[[], Texts]
     monitor: Monitor
     clock: Clock
     sleep: Callable[[float], object]
@@ -135,7 +149,7 @@ def trace_rig(
     return Rig(
         target=target,
         drafters=_cheapest_first(drafters),
-        text=_texts(stage, texts),
+        texts=partial(_texts, stage, texts),
         monitor=Monitor([Simulated(machine, seed)], clock=machine.clock),
         clock=machine.clock,
         sleep=machine.idle,
@@ -145,17 +159,94 @@ def trace_rig(
     )
 
 
+def host_rig(pipeline: Pipeline, device: Device | None = None) -> Rig:
+    """A rig that runs a loaded bundle on this machine, with the sensors that it has.
+
+    `device` is what a governor should know of it. Start the rig's monitor before use, and stop it after.
+    """
+    from outrider.power.sensors import discover
+
+    return Rig(
+        target=pipeline.engine.target,
+        drafters=pipeline.engine.drafters,
+        texts=partial(_prompts, pipeline),
+        monitor=Monitor(discover()),
+        clock=time.monotonic,
+        sleep=time.sleep,
+        device=device,
+        vocab_limit=pipeline.engine.vocab_limit,
+        prefill_chunk=_prefill_chunk(pipeline),
+    )
+
+
+def bundle_rig(device: Device, pipeline: Pipeline, machine: Machine, *, seed: int = 0) -> Rig:
+    """A rig that runs a loaded bundle for its tokens, and a simulated machine for time, energy and heat."""
+    costs = {role: model_cost(entry.by_preference()[0]) for role, entry in _roles(pipeline).items()}
+    for role, cost in costs.items():
+        machine.hold(role, cost.resident_mb)
+    drafters = dict(pipeline.engine.drafters)
+    drafter = drafters.get("model")
+    if isinstance(drafter, ModelDrafter):
+        graph = SimulatedGraph(drafter.graph, machine, costs["draft"])
+        drafters["model"] = ModelDrafter(
+            graph, drafter.vocab_limit, drafter.min_confidence, _prefill_chunk(pipeline)
+        )
+    known = {name: costs.get("draft") if name == "model" else None for name in drafters}
+    return Rig(
+        target=SimulatedGraph(pipeline.engine.target, machine, costs["target"]),
+        drafters=drafters,
+        texts=partial(_prompts, pipeline),
+        monitor=Monitor([Simulated(machine, seed)], clock=machine.clock),
+        clock=machine.clock,
+        sleep=machine.idle,
+        device=device,
+        machine=machine,
+        vocab_limit=pipeline.engine.vocab_limit,
+        prefill_chunk=_prefill_chunk(pipeline),
+        prior=nominal_energy(device, costs["target"], known),
+    )
+
+
+def _roles(pipeline: Pipeline) -> Mapping[str, RoleEntry]:
+    if pipeline.manifest is None:
+        raise UsageError("this pipeline was not loaded from a bundle; its models' sizes are not known")
+    return pipeline.manifest.roles
+
+
+def _prefill_chunk(pipeline: Pipeline) -> int:
+    placed = pipeline.placement[0].prefill_width if pipeline.placement else None
+    return placed or DEFAULT_PREFILL
+
+
+def _prompts(pipeline: Pipeline, max_tokens: int = 128) -> Texts:
+    """The benchmark's four prompts in turn, as chats where the bundle has a template."""
+    prompts = []
+    for prompt in default_prompts():
+        messages = [{"role": "user", "content": prompt.turns[0]}]
+        plain = pipeline.template is None
+        prompts.append(
+            pipeline.tokenizer.encode(prompt.turns[0]) if plain else pipeline.chat_tokens(messages)
+        )
+    stop_ids = frozenset(pipeline.tokenizer.eos_ids)
+    order = cycle(prompts)
+
+    def begin(category: str | None) -> Text:
+        return Text(next(order), max_tokens, stop_ids)
+
+    return begin
+
+
 def _cheapest_first(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
     """In the order of a loaded bundle: with a fixed k the first that has a proposal is asked."""
     return dict(sorted(drafters.items(), key=lambda item: item[0] == "model"))
 
 
-def _texts(stage: Stage, texts: Sequence[TraceText]) -> Callable[[str | None], Text]:
+def _texts(stage: Stage, texts: Sequence[TraceText]) -> Texts:
     rounds: dict[str | None, Iterator[TraceText]] = {}
 
     def begin(category: str | None) -> Text:
         if category not in rounds:
-            rounds[category] = cycle(texts, category)
+            rounds[category] = cycle_texts(texts, category)
         text = next(rounds[category])
         return Text(stage.begin(text), text.tokens)
 

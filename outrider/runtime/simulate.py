@@ -43,7 +43,7 @@ __all__ = [
     "run_policy",
 ]
 
-FIXED_K = (1, 2, 3, 4, 6, 8, 12)
+FIXED_K = (1, 2, 3, 4, 6, 8)
 CAP_WINDOW_S = 10.0
 REST_STEP_S = 1.0
 POINT_S = 1.0  # between points of a timeline
@@ -249,6 +249,7 @@ class _Day:
         self.limits = limits_of(self.scenario, self.device)
         pacer = self.rig.pacer(policy_of(self.scenario), self.limits) if self.rule.paced else None
         engine = self.rig.engine(Planner(), pacer)
+        self._begin = self.rig.texts()
         self._look()
         while (now := machine.elapsed_s) < self.scenario.duration_s - 1e-6:
             if self.scenario.asked_at(now):
@@ -265,7 +266,7 @@ class _Day:
     def _decode(self, engine: Engine) -> None:
         """One text, or what of it fits."""
         machine = self._machine
-        text = self.rig.text(self.scenario.category_at(machine.elapsed_s))
+        text = self._begin(self.scenario.category_at(machine.elapsed_s))
         request = Request(max_new_tokens=text.max_tokens, k=self.rule.k, drafter=self.rule.drafter)
         begin_s, begin_j = machine.elapsed_s, machine.energy_j
         with closing(engine.decode(text.prompt, request)) as rounds:

@@ -1,0 +1,165 @@
+"""`outrider profile`: sweep k, drafters and objectives; raw trace, summary and report."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cli.options import (
+    ProgressBar,
+    json_option,
+    loading_options,
+    open_pipeline,
+    parse_k,
+    print_json,
+    refuse_loading,
+)
+from outrider.errors import UsageError
+
+if TYPE_CHECKING:
+    from outrider.power.summary import Summary
+    from outrider.runtime.profile import Options
+    from outrider.runtime.rig import Rig
+
+__all__ = ["command"]
+
+OBJECTIVES = ("latency", "energy", "balanced")
+
+
+@click.command(name="profile")
+@click.argument("bundle", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--device", help="A device profile to simulate; without it, or with host, this machine is measured."
+)
+@click.option("--acceptance", type=click.Path(path_type=Path), help="Acceptance trace in place of a bundle.")
+@click.option("--power-cap", "power_cap_w", type=click.FloatRange(min=0.01), help="Watts to keep within.")
+@click.option("--temp-limit", "temp_limit_c", type=float, help="Degrees Celsius to stay below.")
+@click.option(
+    "--minutes", type=float, default=10.0, show_default=True, help="Decoding time of all runs together."
+)
+@click.option("--repeats", "-r", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option(
+    "--k", "ks", default="0,1,2,4,auto", show_default=True, help="List of k; plain is always among them."
+)
+@click.option("--drafter", "drafters", multiple=True, help="model or lookup; default: all there are.")
+@click.option("--objective", "objectives", multiple=True, type=click.Choice(OBJECTIVES), help="Of k = auto.")
+@click.option(
+    "--ambient", "ambient_c", type=float, help="Ambient °C: simulated with --device, else only noted."
+)
+@click.option(
+    "--cool-down", "cool_down_s", type=click.FloatRange(min=0), help="Longest wait between runs, s."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the order of runs.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), default=Path("profile"), show_default=True)
+@loading_options
+@json_option
+def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
+    """Measure what this pair sustains here: tokens per second, joules per token, heat; or simulate a device.
+
+    Writes profile.jsonl, summary.json and report.html into the output folder. Ctrl-C keeps what was measured.
+    """
+    from importlib.metadata import version
+
+    from outrider.runtime.profile import finish, profile
+
+    folder, bar = options.pop("output"), ProgressBar()
+    with ExitStack() as stack:
+        rig = _rig(bundle, options, stack)
+        wanted = _options(rig, options)
+        if not rig.simulated:
+            stack.enter_context(rig.monitor)
+        trace = profile(rig, wanted, folder, version("outrider"), bar)
+        bar.close()
+    summary = finish(trace, folder)
+    print_json(summary) if as_json_text else _print(summary, folder)
+    if summary.partial:
+        click.get_current_context().exit(130)
+
+
+def _rig(bundle: Path | None, options: dict[str, Any], stack: ExitStack) -> Rig:
+    """The machine and models that the options name."""
+    name, acceptance = options.pop("device"), options.pop("acceptance")
+    ambient_c, seed = options.pop("ambient_c"), options["seed"]
+    if bundle is None and acceptance is None:
+        raise UsageError("give a bundle, or an acceptance trace with --acceptance and a device with --device")
+    if bundle is not None and acceptance is not None:
+        raise UsageError("give either a bundle or --acceptance, not both")
+    if name in (None, "host"):
+        if bundle is None:
+            raise UsageError("an acceptance trace can only be simulated; name a device with --device")
+        return _real(bundle, ambient_c, options, stack)
+    return _simulated(
+        name, bundle, acceptance, 25.0 if ambient_c is None else ambient_c, seed, options, stack
+    )
+
+
+def _real(bundle: Path, ambient_c: float | None, options: dict[str, Any], stack: ExitStack) -> Rig:
+    from outrider.runtime.provenance import merged, of_bundle, of_machine
+    from outrider.runtime.rig import host_rig
+
+    threads = options["threads"]
+    pipeline = stack.enter_context(open_pipeline(bundle, options))
+    noted = {} if ambient_c is None else {"ambient": f"{ambient_c:g} °C, as told"}
+    return replace(host_rig(pipeline), provenance=merged(of_machine(threads), noted, of_bundle(pipeline)))
+
+
+def _simulated(
+    name: str,
+    bundle: Path | None,
+    acceptance: Path | None,
+    ambient_c: float,
+    seed: int,
+    options: dict[str, Any],
+    stack: ExitStack,
+) -> Rig:
+    from outrider.runtime.provenance import merged, of_bundle, of_device
+    from outrider.runtime.rig import bundle_rig, trace_rig
+    from outrider.targets.device import load_device
+    from outrider.targets.simulated import Machine
+    from outrider.targets.trace_model import read_acceptance
+
+    device = load_device(name)
+    machine = Machine(device, ambient_c, seed)
+    about = of_device(device, ambient_c, seed)
+    if bundle is not None:
+        pipeline = stack.enter_context(open_pipeline(bundle, options))
+        rig = bundle_rig(device, pipeline, machine, seed=seed)
+        return replace(rig, provenance=merged(about, of_bundle(pipeline)))
+    assert acceptance is not None, "one of the two is there"
+    refuse_loading(options, "--acceptance")
+    texts = {"texts": f"acceptance trace {acceptance.name}, models' sizes as of Qwen2.5-Coder 1.5B and 0.5B"}
+    rig = trace_rig(device, read_acceptance(acceptance), machine, seed=seed)
+    return replace(rig, provenance=merged(about, texts))
+
+
+def _options(rig: Rig, options: dict[str, Any]) -> Options:
+    from outrider.runtime.profile import Options
+
+    wait_s = options["cool_down_s"]
+    return Options(
+        ks=tuple(parse_k(part.strip()) for part in options["ks"].split(",") if part.strip()),  # type: ignore[misc]
+        drafters=options["drafters"],
+        objectives=options["objectives"] or ("latency",),
+        minutes=options["minutes"],
+        repeats=options["repeats"],
+        seed=options["seed"],
+        power_cap_w=options["power_cap_w"],
+        temp_limit_c=options["temp_limit_c"],
+        cool_down_s=wait_s if wait_s is not None else 1800.0 if rig.simulated else 120.0,
+    )
+
+
+def _print(summary: Summary, folder: Path) -> None:
+    from outrider.power.headline import table
+    from outrider.runtime.profile import FILES
+
+    click.echo(summary.headline)
+    click.echo()
+    click.echo(table(summary))
+    for note in summary.notes:
+        click.echo(f"- {note}")
+    click.echo("Written: " + ", ".join(str(folder / name) for name in FILES))

@@ -1,0 +1,128 @@
+"""`outrider simulate`: a scripted day on a simulated device, under several policies."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cli.options import (
+    ProgressBar,
+    json_option,
+    loading_options,
+    open_pipeline,
+    print_json,
+    refuse_loading,
+)
+from outrider.errors import OutriderError, UsageError
+
+if TYPE_CHECKING:
+    from outrider.runtime.simulate import PolicyRun
+    from outrider.targets.scenario import Scenario
+    from outrider.targets.trace_model import TraceText
+
+__all__ = ["command"]
+
+
+@click.command(name="simulate")
+@click.argument("bundle", type=click.Path(path_type=Path), required=False)
+@click.option("--scenario", required=True, help="hot-phone, phone-day, board-cap, or a TOML file.")
+@click.option("--device", help="Another device than the scenario's: a name, or a TOML file.")
+@click.option("--acceptance", type=click.Path(path_type=Path), help="Acceptance trace in place of a bundle.")
+@click.option(
+    "--policies",
+    default="plain,best-fixed,governed",
+    show_default=True,
+    help="List of: plain, best-fixed, governed, auto (not governed), k=N, DRAFTER k=N; 'unpaced' behind one.",
+)
+@click.option("--max-tokens", "-n", type=click.IntRange(min=8), default=128, help="Of a text, with a bundle.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Folder for simulation.json.")
+@loading_options
+@json_option
+def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
+    """Compare policies over a scripted day, all within the same constraints. Everything printed is simulated.
+
+    What drafts get right is real: it comes from an acceptance trace, or is recorded from the bundle first.
+    """
+    from outrider.runtime.simulate import compare, find_scenario, format_runs
+    from outrider.targets.device import load_device
+
+    scenario = find_scenario(options.pop("scenario"))
+    name, output = options.pop("device"), options.pop("output")
+    device = load_device(name) if name else None
+    policies = [part.strip() for part in options.pop("policies").split(",") if part.strip()]
+    if not policies:
+        raise UsageError("no policy is given; give at least one, such as governed")
+    bar = ProgressBar()
+    texts, costs = _texts(bundle, options, bar)
+    runs = compare(scenario, policies, texts, device=device, progress=bar, **costs)
+    bar.close()
+    if output is not None:
+        _write(output, scenario, runs)
+    if as_json_text:
+        print_json([_without_timeline(run) for run in runs])
+    else:
+        click.echo(format_runs(scenario, runs))
+
+
+def _texts(
+    bundle: Path | None, options: dict[str, Any], bar: ProgressBar
+) -> tuple[list[TraceText], dict[str, Any]]:
+    """The texts to decode, and what the bundle's models cost."""
+    from outrider.targets.simulated import model_cost
+    from outrider.targets.trace_model import read_acceptance
+
+    acceptance, max_tokens = options.pop("acceptance"), options.pop("max_tokens")
+    if (bundle is None) == (acceptance is None):
+        raise UsageError("give either a bundle or an acceptance trace (--acceptance FILE)")
+    if acceptance is not None:
+        refuse_loading(options, "--acceptance")
+        return read_acceptance(acceptance), {}
+    assert bundle is not None, "one of the two is there"
+    with open_pipeline(bundle, options) as pipeline, tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "acceptance.jsonl"
+        _record(pipeline, path, max_tokens, bar)
+        roles = pipeline.manifest.roles if pipeline.manifest else {}
+        costs = {f"{role}_cost": model_cost(entry.by_preference()[0]) for role, entry in roles.items()}
+        return read_acceptance(path), costs
+
+
+def _record(pipeline: Any, path: Path, max_tokens: int, bar: ProgressBar) -> None:
+    from outrider.runtime.acceptance import record_acceptance
+    from outrider.runtime.bench import default_prompts
+    from outrider.runtime.trace import TraceWriter
+
+    def tell(done: int, total: int) -> None:
+        bar("recording acceptance", done / total)
+
+    with TraceWriter(path, "acceptance", max_tokens=max_tokens) as trace:
+        for record in record_acceptance(pipeline, default_prompts(), max_tokens, tell):
+            trace.write(record)
+
+
+def _without_timeline(run: PolicyRun) -> dict[str, Any]:
+    return {name: value for name, value in run.to_dict().items() if name != "timeline"}
+
+
+def _write(folder: Path, scenario: Scenario, runs: Sequence[PolicyRun]) -> None:
+    from outrider.contracts import as_json
+    from outrider.records import replaced
+
+    record = {
+        "schema_version": 1,
+        "kind": "simulation",
+        "simulated": True,
+        "scenario": as_json(scenario),
+        "runs": [run.to_dict() for run in runs],
+    }
+    path = folder / "simulation.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replaced(path) as stream:
+            stream.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+    except OSError as error:
+        raise OutriderError(f"{path} cannot be written: {error.strerror or error}") from None
