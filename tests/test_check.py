@@ -172,13 +172,19 @@ DAMAGES = [
     ),
     pytest.param(edit_manifest(lambda m: m["roles"].pop("target")), "no 'target'", id="no target"),
     pytest.param(
-        edit_manifest(lambda m: first_graph(m).update(vocab_size=300)), "cannot be run", id="vocabulary"
+        edit_manifest(lambda m: first_graph(m).update(vocab_size=300)),
+        "has vocab_size 328, the manifest says 300",
+        id="vocabulary",
     ),
     pytest.param(
-        edit_manifest(lambda m: first_graph(m)["kv"].update(layers=1)), "cannot be run", id="layers"
+        edit_manifest(lambda m: first_graph(m)["kv"].update(layers=1)),
+        "has layers 2, the manifest says 1",
+        id="layers",
     ),
     pytest.param(
-        edit_manifest(lambda m: first_graph(m)["kv"].update(head_dim=8)), "cannot be run", id="head size"
+        edit_manifest(lambda m: first_graph(m)["kv"].update(head_dim=8)),
+        "has head_dim 16, the manifest says 8",
+        id="head size",
     ),
     pytest.param(edit_manifest(lambda m: first_graph(m)["options"].clear()), "lacks", id="options"),
     pytest.param(edit_manifest(lambda m: m.update(max_context="many")), "max_context", id="type"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,38 @@ def test_graph_equals_transformers_through_prefill_decode_tree_rollback_and_wind
     model = families.oracle(family)
     graph = load(export(family, profile))
     families.check_decoding(graph, lambda tokens: families.reference_logits(model, tokens), 1e-4)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"vocab_size": 7},
+        {"layers": 9},
+        {"kv_heads": 3},
+        {"head_dim": 5},
+        {"max_context": 99},
+        {"hidden_size": 4},
+        {"masks": ["full", "sliding"]},
+        {"hidden_layers": [0]},
+        {"profile": None},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_description_of_another_graph_is_refused_at_load_with_both_values(
+    export: Callable[..., GraphReport], profile: str, wrong: dict[str, Any]
+) -> None:
+    report = export("llama", profile, hidden_layers=(1,))
+    (name, value), *_ = wrong.items()
+    if name == "max_context" and profile == "inplace":  # its cache has no fixed length
+        OnnxGraph.load(report.path, {**report.meta, name: value}, threads=1).close()
+        return
+    value = value or next(other for other in PROFILES if other != profile)
+    found = report.meta[name]
+    said = tuple(value) if isinstance(value, list) else value
+    expected = re.escape(f"has {name} {tuple(found) if isinstance(found, list) else found}, ")
+    with pytest.raises(BackendError, match=expected + re.escape(f"the manifest says {said};")):
+        OnnxGraph.load(report.path, {**report.meta, name: value}, threads=1)
 
 
 @pytest.mark.parametrize("profile", PROFILES)

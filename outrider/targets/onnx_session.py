@@ -48,6 +48,37 @@ class GraphMeta:
         except KeyError as missing:
             raise BackendError(f"the graph's description lacks {missing}; export the bundle again") from None
 
+    def refuse_another_graph(self, session: Any, path: Path) -> None:
+        """Raise BackendError naming the first size in which an opened graph differs from this description."""
+        for name, found in _described(session).items():
+            said = getattr(self, name)
+            if found != said:
+                raise BackendError(
+                    f"{path} has {name} {found}, the manifest says {said}; they do not belong together: "
+                    "export the bundle again"
+                )
+
+
+def _described(session: Any) -> dict[str, Any]:
+    """What the inputs and outputs of a graph say about it; names are those of `GraphMeta`."""
+    inputs = {value.name: value.shape for value in session.get_inputs()}
+    outputs = {value.name: value.shape for value in session.get_outputs()}
+    cache = [shape for name, shape in inputs.items() if name.startswith("past_key_")]
+    _, heads, context, head_dim = cache[0] if cache else (1, None, None, None)
+    hidden = {
+        int(name.removeprefix("hidden_")): shape for name, shape in outputs.items() if "hidden_" in name
+    }
+    sizes = {"kv_heads": heads, "head_dim": head_dim, "max_context": context}
+    sizes |= {"vocab_size": outputs["logits"][-1]} if "logits" in outputs else {}
+    sizes |= {"hidden_size": shape[-1] for shape in hidden.values()}
+    return {
+        "profile": "inplace" if "seqlens_k" in inputs else "split",
+        "layers": len(cache),
+        "masks": tuple(name.removeprefix("mask_") for name in inputs if name.startswith("mask_")),
+        "hidden_layers": tuple(hidden),
+        **{name: size for name, size in sizes.items() if isinstance(size, int)},  # others are not fixed
+    }
+
 
 SIZES = ("max_context", "vocab_size", "hidden_size", "layers", "kv_heads", "head_dim")
 

@@ -48,7 +48,8 @@ class OnnxGraph:
     ) -> OnnxGraph:
         """Open a graph. `session_options` are ONNX Runtime's configuration entries by name.
 
-        Raises BackendError when the file is missing or damaged, or a provider is not there.
+        Raises BackendError when the file is missing or damaged, is another graph than `meta` describes, or a
+        provider is not there.
         """
         record = GraphMeta.from_json(meta)
         if record.profile not in RUNNERS:
@@ -58,7 +59,8 @@ class OnnxGraph:
         sessions = Sessions(
             Path(path), record.max_context, threads, providers, provider_options, session_options or {}
         )
-        sessions.get((record.widths[0], 1) if record.widths else None)
+        session = sessions.get((record.widths[0], 1) if record.widths else None)
+        record.refuse_another_graph(session, sessions.path)
         return cls(record, sessions)
 
     @property
