@@ -335,7 +335,6 @@ class Recorder:
 
 
 def test_power_is_integrated_into_windows_with_what_ran_in_them():
-    pytest.importorskip("outrider.power.energy")
     clock, model = VirtualClock(), Recorder()
     pacer = Pacer(Monitor(clock, lambda now_s: {"power_w": 4.0}), Governor(), model)
     engine = make(pacer, clock)

@@ -43,6 +43,7 @@ class Governed:
         self.pacer = pacer
         self.directive: Directive | None = None  # of this round
         self._drafters, self._clock, self._sleep = drafters, clock, sleep
+        self._static_w = 0.0
         self._failed = False
         self._retry_s = float("-inf")
 
@@ -51,7 +52,8 @@ class Governed:
         if self.pacer is None:
             return None
         try:
-            planner.energy = self.pacer.energy(planner.costs.verify_s)
+            energy = planner.energy = self.pacer.energy(planner.costs.verify_s)
+            self._static_w = energy.static_w if energy is not None else 0.0
             directive = self.pacer.directive(planner.costs)
         except Exception as error:  # a governor must not cost anyone their text
             directive = self._fail(error)
@@ -88,8 +90,7 @@ class Governed:
         rest_s = worked_s * (1.0 / directive.duty - 1.0)
         power_w = self.pacer.state.power_w
         if directive.power_w is not None and power_w is not None and power_w > directive.power_w:
-            energy = self.pacer.energy({})
-            spare_w = directive.power_w - (energy.static_w if energy else 0.0)
+            spare_w = directive.power_w - self._static_w
             over_s = worked_s * (power_w - directive.power_w) / spare_w if spare_w > 0.0 else LONGEST_PACE_S
             rest_s = max(rest_s, over_s)
         return min(rest_s, LONGEST_PACE_S)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from outrider.contracts import Clock, Costs, Energy
+from outrider.power.energy import Activity
 from outrider.power.governor import Directive, Governor
 from outrider.power.state import State
 from outrider.runtime.decision_log import DecisionLog
@@ -15,6 +16,8 @@ __all__ = ["Pacer", "Telemetry", "Work"]
 
 WINDOW_S = 1.0  # of activity and joules that the energy model is shown at once
 LONGEST_WINDOW_S = 5.0  # a window that grew longer held a silence, and is thrown away
+CLOCK_CHANGE = 0.05  # of the clock: joules change with it
+CLOCK_HOLD_S = 5.0  # between two changes that are heeded
 
 
 class Telemetry(Protocol):
@@ -28,7 +31,7 @@ class Telemetry(Protocol):
 class EnergyEstimate(Protocol):
     """What a pacer asks of an energy model (`power.energy.EnergyModel`)."""
 
-    def observe(self, activity: Any, joules: float) -> None:
+    def observe(self, activity: Activity, joules: float) -> None:
         """Learn what an activity took."""
         ...
 
@@ -74,6 +77,8 @@ class Pacer:
         self.state = State(float("-inf"))
         self._clock, self._least_s = clock, least_s
         self._looked_s = float("-inf")
+        self._ratio: float | None = None  # of the clock, when joules were last learned afresh
+        self._clock_s = float("-inf")  # when that was
         self._energy: Energy | None = None
         self._widths: tuple[int, ...] = ()
         self._fresh = True  # the energy model has learnt since it was last asked
@@ -89,9 +94,9 @@ class Pacer:
         return directive
 
     def energy(self, verify_s: Mapping[int, float]) -> Energy | None:
-        """Joules of rounds of the widths that are measured; None where nothing tells them."""
-        widths = tuple(sorted(verify_s))
-        if self.energy_model is not None and widths and (self._fresh or widths != self._widths):
+        """Joules of rounds of any width up to 16, and of those measured; None where nothing tells them."""
+        widths = tuple(sorted({*range(1, 17), *verify_s}))
+        if self.energy_model is not None and (self._fresh or widths != self._widths):
             self._energy = self.energy_model.energy(widths)
             self._fresh, self._widths = False, widths
         return self._energy
@@ -114,6 +119,7 @@ class Pacer:
             self._looked_s = looked_s
         before, now = self.state, self.monitor.poll()
         self.state = now
+        self._see_clock(now)
         dt_s = now.time_s - before.time_s
         if now.power_w is None or before.power_w is None or not 0.0 <= dt_s <= LONGEST_WINDOW_S:
             self._work, self._joules = Work(), 0.0
@@ -124,20 +130,27 @@ class Pacer:
             self._teach()
         return now
 
+    def _see_clock(self, state: State) -> None:
+        """Joules that were learned at another clock count little."""
+        ratio = state.clock_ratio
+        if ratio is None or state.time_s - self._clock_s < CLOCK_HOLD_S:
+            return
+        if self._ratio is not None and abs(ratio - self._ratio) > CLOCK_CHANGE * self._ratio:
+            forget = getattr(self.energy_model, "clock_changed", None)
+            if forget is not None:
+                forget()
+                self._clock_s, self._fresh = state.time_s, True
+                self._work, self._joules = Work(), 0.0
+        self._ratio = ratio
+
     def _teach(self) -> None:
         work, joules = self._work, self._joules
         self._work, self._joules = Work(), 0.0
         if self.energy_model is not None and not work.odd and work.seconds <= LONGEST_WINDOW_S:
-            self.energy_model.observe(_activity(work), joules)
+            self.energy_model.observe(Activity(work.seconds, work.verify, work.draft), joules)
             self._fresh = True
 
     def close(self) -> None:
         """End the decision log."""
         if self.log is not None:
             self.log.close()
-
-
-def _activity(work: Work) -> Any:
-    from outrider.power.energy import Activity
-
-    return Activity(work.seconds, work.verify, work.draft)
