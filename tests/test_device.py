@@ -201,7 +201,10 @@ BROKEN: dict[str, tuple[Callable[[], str], str]] = {
         lambda: replaced("memory_steps = { value = [1, 1,", "memory_steps = { value = [1,"),
         r"8 clock_steps and 7 memory_steps",
     ),
-    "trip below the ladder": (lambda: replaced("level = 7", "level = 8"), r"a trip's level is 8; the ladder has 1 to 7"),
+    "trip below the ladder": (
+        lambda: replaced("level = 7", "level = 8"),
+        r"a trip's level is 8; the ladder has 1 to 7",
+    ),
     "trip at an impossible temperature": (
         lambda: replaced("at_c = { value = 80", "at_c = { value = 80000"),
         r"throttle\.trips\[0\]\.at_c is 80000; expected 30 to 125",
