@@ -68,9 +68,13 @@ def _described(session: Any) -> dict[str, Any]:
     hidden = {
         int(name.removeprefix("hidden_")): shape for name, shape in outputs.items() if "hidden_" in name
     }
-    sizes = {"kv_heads": heads, "head_dim": head_dim, "max_context": context}
-    sizes |= {"vocab_size": outputs["logits"][-1]} if "logits" in outputs else {}
-    sizes |= {"hidden_size": shape[-1] for shape in hidden.values()}
+    sizes = {
+        "kv_heads": heads,
+        "head_dim": head_dim,
+        "max_context": context,
+        "vocab_size": outputs.get("logits", [None])[-1],
+        "hidden_size": next((shape[-1] for shape in hidden.values()), None),
+    }
     return {
         "profile": "inplace" if "seqlens_k" in inputs else "split",
         "layers": len(cache),
