@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import tempfile
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +44,7 @@ _FILES = {
     "/sys/block/zram0": ("disksize", "mm_stat"),
 }
 _NAMES = sorted({name for names in _FILES.values() for name in names})
-_LINE = re.compile(rf"(?P<path>/(?:proc|sys)/.*?/(?:{'|'.join(_NAMES)})):(?P<text>.*)")
+_LINE = re.compile(rf"(?P<path>/(?:proc|sys)/(?:.*?/)?(?:{'|'.join(_NAMES)})):(?P<text>.*)")
 _TIMEOUT_S = 4.0
 _FIXES = (
     ("unauthorized", "unlock the phone and allow USB debugging for this computer"),
@@ -83,15 +85,16 @@ class AdbPhone:
         host = system or System()
         self._host = host
         self._adb = ["adb", *(["-s", serial] if serial else [])]
-        self._folder = tempfile.TemporaryDirectory(prefix="outrider-adb-")
-        self._phone = replace(host, root=Path(self._folder.name), run=self._shell, platform="android")
+        folder = Path(tempfile.mkdtemp(prefix="outrider-adb-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._phone = replace(host, root=folder, run=self._shell, platform="android")
         self._sensors: list[Sensor] | None = None  # None: the phone has not answered yet
         self._due_s: list[float] = []
         self.periods: dict[str, float] = {}  # s, by source
 
     def close(self) -> None:
-        """Remove the copy."""
-        self._folder.cleanup()
+        """Remove the copy; a later read makes it again, to be removed with this object."""
+        shutil.rmtree(self._phone.root, ignore_errors=True)
 
     def read(self) -> list[Reading]:
         """Copy the files, then read each sensor whose period has passed."""
@@ -107,7 +110,7 @@ class AdbPhone:
         readings: list[Reading] = []
         for index, sensor in enumerate(self._sensors):
             if began_s >= self._due_s[index] - 1e-6:
-                found = sensor.read()
+                found = _readings(sensor, began_s)
                 self._due_s[index] = began_s + sensor.period_s
                 self.periods.update((reading.source, sensor.period_s) for reading in found)
                 readings += found
@@ -139,6 +142,14 @@ class AdbPhone:
 
     def _run(self, words: Sequence[str], timeout_s: float) -> CommandResult:
         return self._host.run([*self._adb, "shell", *words], timeout_s)
+
+
+def _readings(sensor: Sensor, time_s: float) -> list[Reading]:
+    try:
+        return sensor.read()
+    except Exception as error:  # one that fails on a strange copy must not hide the others
+        reason = f"the sensor failed: {type(error).__name__}: {error}"
+        return [Reading(f"adb:{sensor.name}", "power", None, "device", "instant", time_s, reason)]
 
 
 def _explain(result: CommandResult) -> str:

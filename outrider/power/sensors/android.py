@@ -28,7 +28,7 @@ _SCOPES: Mapping[int, Scope] = {0: "die", 1: "die", 2: "battery", 3: "skin", 9: 
 _NAMES: tuple[tuple[re.Pattern[str], Scope], ...] = (
     (re.compile(r"skin", re.I), "skin"),
     (re.compile(r"^(type_)?bat", re.I), "battery"),
-    (re.compile(r"^(type_)?([cgnt]pu|ap$|soc$|big|mid|little|g3d)", re.I), "die"),
+    (re.compile(r"^(type_)?([cgnt]pu|ap$|big|mid|little|g3d)", re.I), "die"),
 )
 _NO_TEMPERATURE = re.compile(r"bcl|^(i|v)bat|percentage|current|voltage", re.I)
 _ITEM = re.compile(r"^\s*(Temperature|TemperatureThreshold)\{(.*)\}\s*$")
@@ -154,16 +154,21 @@ def _failure(result: CommandResult) -> str:
 
 def _temperature(name: str, value: float, scope: Scope, time_s: float) -> Reading:
     source = f"thermalservice:{name}"
-    if -40 < value < 125 and value != 0:
+    if _is_celsius(value):
         return Reading(source, "temperature", value, scope, "instant", time_s)
     return Reading(source, "temperature", None, scope, "instant", time_s, f"reads {value:g}: no temperature")
+
+
+def _is_celsius(value: float) -> bool:
+    """Sensors that are off show 0, NaN, or something far out."""
+    return -40 < value < 125 and value != 0
 
 
 def _headrooms(dump: ThermalDump, time_s: float) -> list[Reading]:
     found = []
     for name, (value, scope) in dump.temperatures.items():
         severe = _severe(dump, name)
-        if scope == "skin" and severe is not None and -40 < value < 125:
+        if scope == "skin" and severe is not None and _is_celsius(value):
             headroom = max(0.0, 1 + (value - severe) / _HEADROOM_SPAN_C)
             found.append(Reading(f"thermalservice:{name}", "headroom", headroom, "skin", "instant", time_s))
     return found

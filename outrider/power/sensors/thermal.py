@@ -33,6 +33,8 @@ _BATTERY = re.compile(r"batt|^bms|^fg")
 _SILICON = re.compile(
     r"cpu|gpu|soc|x86_pkg|tcpu|tj|cv\d|npu|nsp|tpu|ddr|big|little|mid|g3d|core|die|bcm|aoss|package|cluster|ao-therm|pll"
 )
+_NO_TEMPERATURE = re.compile(r"^soc$|^[iv]bat|bcl")
+"""Zones of phones for the state of charge in %, currents and voltages."""
 _HOLDS_BACK = re.compile(
     r"cpufreq|devfreq|processor|powerclamp|throttle-alert|thermal-idle|cpu-hotplug|cpu-isolate|thermal-pause"
 )
@@ -157,8 +159,12 @@ class Thermal:
 
 def _find_zones(system: System) -> list[_Zone]:
     paths = _folders(system, "thermal_zone")
-    names = labels([read_text(path / "type") or path.name for path in paths])
-    return [_Zone(f"thermal:{name}", path, _scope(name)) for name, path in zip(names, paths, strict=True)]
+    kinds = [(read_text(path / "type") or path.name, path) for path in paths]
+    kinds = [(kind, path) for kind, path in kinds if not _NO_TEMPERATURE.search(kind.lower())]
+    names = labels([kind for kind, _ in kinds])
+    return [
+        _Zone(f"thermal:{name}", path, _scope(name)) for name, (_, path) in zip(names, kinds, strict=True)
+    ]
 
 
 def _find_coolers(system: System) -> list[_Cooler]:
