@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from outrider.contracts import Sampling
 from outrider.runtime.acceptance import DRAFT_LENGTH, runs
+from outrider.runtime.context import Context, common_prefix
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.rounds import Engine, Request
@@ -45,6 +48,22 @@ def test_the_trace_foretells_every_round_of_a_fixed_k(make, k):
         position += len(part.tokens)
     assert position == 60
     assert drafting > 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.15, 0.4])
+def test_a_model_that_is_followed_gives_what_a_model_that_is_asked_everywhere_gives(share):
+    answer = answer_of(80)
+    mixed = blend_logits(TARGET, random_logits(VOCAB, seed=2), share)
+    drafter = ModelDrafter(FakeGraph(VOCAB, logits=mixed), min_confidence=0.45)
+    found = runs(drafter, PROMPT, answer)
+    context, fresh = Context(PROMPT), np.random.default_rng(0)
+    for position, token in enumerate(answer):
+        drafter.reset()
+        tokens = drafter.propose(context, DRAFT_LENGTH, Sampling(), fresh).tokens.tolist()
+        assert found["drafted"][position] == len(tokens)
+        assert found["accepted"][position] == common_prefix(tokens, answer[position : position + len(tokens)])
+        context.extend([token])
+    assert len(set(found["drafted"])) > 1
 
 
 def test_lookup_names_the_kind_of_each_proposal_and_none_where_nothing_matches():

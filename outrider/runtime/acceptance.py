@@ -52,16 +52,42 @@ def record_acceptance(
 def runs(drafter: Drafter, prompt: Sequence[int], answer: Sequence[int]) -> Mapping[str, list[Any]]:
     """For every position of a greedy answer: tokens drafted, how many of them were right, the kind of proposal."""
     drafter.reset()
-    context, sampling, rng = Context(prompt), Sampling(), np.random.default_rng(0)
+    context = Context(prompt)
     ask = getattr(drafter, "kind", None)
+    propose = _asked(drafter) if ask else _followed(drafter)
     out: dict[str, list[Any]] = {"drafted": [], "accepted": []} | ({"kind": []} if ask else {})
     for position, token in enumerate(answer):
-        kind = ask(context) if ask else ""
         if ask:
-            out["kind"].append(kind)
-        proposal = () if kind is None else drafter.propose(context, DRAFT_LENGTH, sampling, rng).tokens
-        drafted = [int(draft) for draft in proposal]
+            out["kind"].append(ask(context))
+        drafted = propose(context)
         out["drafted"].append(len(drafted))
         out["accepted"].append(common_prefix(drafted, answer[position : position + len(drafted)]))
         context.extend([token])
     return out
+
+
+def _asked(drafter: Drafter, k: int = DRAFT_LENGTH) -> Callable[[Context], list[int]]:
+    """Proposals of a drafter that is asked anew at every position."""
+    sampling, rng = Sampling(), np.random.default_rng(0)
+    return lambda context: [int(token) for token in drafter.propose(context, k, sampling, rng).tokens]
+
+
+def _followed(drafter: Drafter) -> Callable[[Context], list[int]]:
+    """The same of a model, which drafts the same tokens from anywhere on the path that it drafted.
+
+    So it is asked for twice as many, and again only where the text leaves that path or the path gets short.
+    """
+    ask = _asked(drafter, 2 * DRAFT_LENGTH)
+    path: list[int] = []
+    ended = False  # the path ends because the model was not sure enough
+
+    def propose(context: Context) -> list[int]:
+        nonlocal path, ended
+        follows = bool(path) and len(context) > context.prompt_length and path[0] == context[-1]
+        path = path[1:] if follows else []
+        if not follows or (len(path) < DRAFT_LENGTH and not ended):
+            path = ask(context)
+            ended = len(path) < 2 * DRAFT_LENGTH
+        return path[:DRAFT_LENGTH]
+
+    return propose
