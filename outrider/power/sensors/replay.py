@@ -18,7 +18,7 @@ _STAYS: tuple[Method, ...] = ("estimated", "simulated")  # a weak claim is not m
 class Replay:
     """A sensor that gives a trace's readings when their time has come.
 
-    The first reading of the trace is due at `start_s` (default: when `read` is first called). What was
+    The first line of the trace is due at `start_s` (default: when `read` is first called). What was
     measured is labelled `replayed`; estimated and simulated figures stay what they were. A trace whose time
     goes back by more than half a minute (another boot) goes on from where it was. `done` is True after the
     last line; `periods` are those that the trace tells, by source (1 s where it does not).
@@ -34,7 +34,7 @@ class Replay:
         self._batches: Iterator[Batch] = trace.batches()
         self._ahead: Batch | None = None  # read from the trace, not due yet
         self._due_s: float | None = None  # when it is due: trace time + offset
-        self._offset_s = 0.0  # brings the trace's first reading to 0
+        self._offset_s = 0.0  # brings the trace's first line to 0
         self._start_s = start_s
         self._take()
 
@@ -63,8 +63,8 @@ class Replay:
             return
         time_s = self._ahead.time_s
         if self._due_s is None:
-            self._offset_s = -self._ahead.readings[0].time_s
-            self._due_s = time_s + self._offset_s
+            self._offset_s = -time_s
+            self._due_s = 0.0
         elif time_s + self._offset_s < self._due_s - _BACK_S:
             self._offset_s = self._due_s - time_s
         self._due_s = max(self._due_s, time_s + self._offset_s)

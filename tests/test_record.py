@@ -1,0 +1,269 @@
+"""`record` leaves a valid trace however it ends, and `doctor` lists every source with its value or the fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cli import record as record_cli
+from outrider.cli.doctor import UNITS, describe_telemetry
+from outrider.cli.record import describe, sensors_of
+from outrider.contracts import Quantity, Reading
+from outrider.power.monitor import Monitor, open_telemetry
+from outrider.power.recorder import Coverage, record
+from outrider.power.sensors.adb import AdbPhone
+from outrider.power.sensors.rapl import Rapl
+from outrider.power.telemetry import TelemetryError, read_telemetry
+from outrider.runtime.doctor import inspect_telemetry
+from outrider.targets.fake import VirtualClock
+
+
+class Zone:
+    """A zone that is at 40 °C, or raises."""
+
+    period_s = 0.02
+
+    def __init__(self, name: str = "zone", value: Callable[[], float | None] = lambda: 40.0) -> None:
+        self.name, self.value = name, value
+
+    def read(self) -> list[Reading]:
+        value = self.value()
+        reason = "" if value is not None else "permission denied; sudo chmod a+r it"
+        return [Reading(f"{self.name}:x", "temperature", value, "die", "instant", time.monotonic(), reason)]
+
+
+def test_a_recording_is_a_trace_that_plays_back(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    done = record(Monitor([Zone()], interval_s=0.02), path, seconds=0.2, tool="outrider test")
+    readings = [reading for batch in read_telemetry(path) for reading in batch]
+    assert done.readings == len(readings) > 1
+    assert (done.sources, done.silent, done.path) == (1, (), str(path))
+    assert read_telemetry(path).header["tool"] == "outrider test"
+    clock = VirtualClock()
+    assert open_telemetry(path, clock).poll().die_c == 40
+
+
+def test_what_could_not_be_read_is_counted_apart(tmp_path: Path) -> None:
+    silent = Zone("locked", lambda: None)
+    done = record(Monitor([Zone(), silent], interval_s=0.02), tmp_path / "t.jsonl", seconds=0.1)
+    assert done.sources == 1
+    assert done.silent == ("locked:x",)
+    assert "1 more without any value" in describe(done)
+
+
+def test_ctrl_c_is_a_normal_end(tmp_path: Path) -> None:
+    looks = iter(range(3))
+
+    def sleep(seconds: float) -> None:
+        time.sleep(0.05)
+        if next(looks, None) is None:
+            raise KeyboardInterrupt
+
+    path = tmp_path / "t.jsonl"
+    done = record(Monitor([Zone()], interval_s=0.02), path, sleep=sleep)
+    assert done.readings == sum(len(batch) for batch in read_telemetry(path)) > 1
+
+
+def test_a_monitor_is_left_without_the_recordings_listeners(tmp_path: Path) -> None:
+    monitor = Monitor([Zone()], interval_s=0.02)
+    record(monitor, tmp_path / "t.jsonl", seconds=0.05)
+    assert monitor.listeners == []
+
+
+def test_a_disk_that_fills_up_ends_the_recording_with_an_error_and_a_valid_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.jsonl"
+    opened = Path.open
+
+    def open_small(self: Path, *arguments: Any, **options: Any) -> Any:
+        file = opened(self, *arguments, **options)
+        return SmallFile(file) if arguments[:1] == ("wb",) else file
+
+    monkeypatch.setattr(Path, "open", open_small)
+    with pytest.raises(
+        TelemetryError, match=r"t\.jsonl: No space left on device; what was written before is whole"
+    ):
+        record(Monitor([Zone()], interval_s=0.02), path, seconds=60.0)
+    monkeypatch.undo()
+    assert 0 < len(list(read_telemetry(path))) < 20
+    assert path.read_bytes().endswith(b"\n")
+
+
+class SmallFile:
+    """A file on a disk with room for 1,000 bytes."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.room = file, 1000
+
+    def write(self, data: Any) -> int:
+        if self.room == 0:
+            raise OSError(28, os.strerror(28))
+        part = bytes(data)[: self.room]
+        self.room -= len(part)
+        return int(self.file.write(part))
+
+    def truncate(self, size: int) -> None:
+        self.file.truncate(size)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def coverage(times: Sequence[float | None], period_s: float = 1.0, end_s: float | None = None) -> Coverage:
+    count = Coverage({"a": period_s})
+    for step, time_s in enumerate(times):
+        value = None if time_s is None else 40.0
+        count([Reading("a", "temperature", value, "die", "instant", step if time_s is None else time_s)])
+    if end_s is not None:
+        count.end(end_s)
+    return count
+
+
+def test_a_gap_is_more_than_three_periods_without_a_value() -> None:
+    assert coverage([0.0, 1.0, 4.0]).gaps == 0
+    gapped = coverage([0.0, 1.0, 4.1, 5.0])
+    assert (gapped.gaps, gapped.longest_gap) == (1, (pytest.approx(3.1), "a"))
+
+
+def test_reads_without_a_value_do_not_fill_a_gap() -> None:
+    assert coverage([0.0, None, None, None, None, 5.0]).gaps == 1
+
+
+def test_a_source_that_vanished_for_good_is_a_gap_until_the_end() -> None:
+    gapped = coverage([0.0, 1.0], end_s=60.0)
+    assert (gapped.gaps, gapped.longest_gap) == (1, (59.0, "a"))
+
+
+# The command
+
+
+def test_record_prints_one_line_and_makes_the_trace(run_main: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    code, out, err = run_main("record", "-o", str(path), "--seconds", "0.3", "--interval", "0.05")
+    assert (code, err) == (0, "")
+    assert out.count("\n") == 1
+    assert "readings of" in out
+    assert "gaps" in out
+    header = read_telemetry(path).header
+    assert header["interval_s"] == 0.05
+    assert set(header) == {"schema_version", "kind", "interval_s", "tool", "machine", "started"}
+
+
+def test_record_as_json(run_main: Callable[..., Any], tmp_path: Path) -> None:
+    code, out, _ = run_main("record", "-o", str(tmp_path / "t.jsonl"), "--seconds", "0.1", "--json")
+    assert code == 0
+    assert {"path", "seconds", "readings", "sources", "gaps", "overhead_share"} <= set(json.loads(out))
+
+
+@pytest.mark.parametrize("words", [(), ("-o", "x", "--seconds", "0"), ("-o", "x", "--interval", "0")])
+def test_wrong_options_are_usage_errors(run_main: Callable[..., Any], words: tuple[str, ...]) -> None:
+    code, _, err = run_main("record", *words)
+    assert code == 2
+    assert "Traceback" not in err
+
+
+def test_a_full_disk_is_a_message_and_exit_code_1(run_main: Callable[..., Any]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    code, _, err = run_main("record", "-o", "/dev/full", "--seconds", "1")
+    assert code == 1
+    assert "No space left on device; make room" in err
+    assert "Traceback" not in err
+
+
+def test_a_machine_without_any_source_is_told_so(
+    run_main: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_cli, "sensors_of", lambda adb: [])
+    code, _, err = run_main("record", "-o", str(tmp_path / "t.jsonl"))
+    assert code == 1
+    assert "outrider doctor" in err
+    assert not (tmp_path / "t.jsonl").exists()
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_the_trace_is_valid_whether_it_is_ended_or_killed(tmp_path: Path, end: signal.Signals) -> None:
+    path = tmp_path / "t.jsonl"
+    command = [sys.executable, "-m", "outrider", "record", "-o", str(path), "--interval", "0.02"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        until = time.monotonic() + 30
+        while (not path.exists() or path.read_bytes().count(b"\n") < 4) and time.monotonic() < until:
+            time.sleep(0.02)
+        process.send_signal(end)
+        out, err = process.communicate(timeout=30)
+    assert len(list(read_telemetry(path))) >= 3
+    if end == signal.SIGINT:
+        assert process.returncode == 0, err
+        assert b"readings of" in out
+
+
+def test_adb_chooses_a_phone() -> None:
+    for wanted in ("any", "0A1B"):
+        (sensor,) = sensors_of(wanted)
+        assert isinstance(sensor, AdbPhone)
+        sensor.close()
+
+
+# doctor
+
+
+def test_doctor_lists_values_then_reasons_and_what_is_not_there() -> None:
+    sensors = [Zone("locked", lambda: None), Zone("open")]
+    found = inspect_telemetry(sensors, sleep=lambda seconds: None, kinds=(Rapl,))
+    assert [reading.source for reading in found.readings] == ["open:x", "locked:x"]
+    assert found.state.die_c == 40
+    assert found.absent == ("rapl",)
+    text = describe_telemetry(found)
+    assert "open:x" in text
+    assert "40 °C (die, instant)" in text
+    assert "not readable: permission denied; sudo chmod a+r it" in text
+    assert "not on this machine: rapl" in text
+    assert "seen as: die 40 °C, unknown skin" in text
+
+
+def test_doctor_waits_for_a_source_that_says_nothing_at_first() -> None:
+    class Late(Zone):
+        def read(self) -> list[Reading]:
+            self.reads = getattr(self, "reads", 0) + 1
+            return super().read() if self.reads >= 3 else []
+
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        time.sleep(0.06)
+
+    found = inspect_telemetry([Late()], sleep=sleep, kinds=())
+    assert [reading.value for reading in found.readings] == [40.0]
+    assert len(slept) == 2
+
+
+def test_doctor_says_when_there_is_no_source_at_all() -> None:
+    text = describe_telemetry(inspect_telemetry([], sleep=lambda seconds: None, kinds=()))
+    assert "no source was found" in text
+    assert "unknown die" in text
+
+
+def test_every_quantity_has_a_unit() -> None:
+    assert set(UNITS) == set(Quantity.__args__)
+
+
+def test_doctor_as_text_and_json(run_main: Callable[..., Any]) -> None:
+    code, out, _ = run_main("doctor")
+    assert code == 0
+    assert "telemetry" in out
+    assert "not on this machine" in out
+    code, out, _ = run_main("doctor", "--json")
+    found = json.loads(out)["telemetry"]
+    assert {"readings", "state", "absent"} == set(found)
+    assert all(reading["value"] is not None or reading["reason"] for reading in found["readings"])
