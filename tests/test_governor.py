@@ -22,7 +22,7 @@ JOULES = replace(TIMES, energy=Energy(1.5, {1: 0.3, 4: 0.6}, {"model": 0.05}))
 @dataclass(frozen=True)
 class Board:
     slug: str = "board"
-    temp_limit_c: float | None = 82.0
+    temp_limit_c: float | None = 80.0
     skin_limit_c: float | None = None
     sustained_w: float | None = 5.0
     static_w: float | None = 1.5
@@ -81,7 +81,8 @@ def test_the_hotter_of_silicon_and_body_decides():
 def test_the_limit_is_the_users_or_the_devices_whichever_is_lower():
     assert Governor(Policy(temp_limit_c=70.0), Board())._die.limit_c == 70.0
     assert Governor(Policy(temp_limit_c=95.0), Board())._die.limit_c == 80.0
-    assert Governor(Policy(), Board())._die.limit_c == 82.0 - TUNING.trip_margin_c
+    careful = Governor(Policy(), Board(), tuning=Tuning(trip_margin_c=2.0))
+    assert careful._die.limit_c == 78.0
 
 
 def test_an_assumed_limit_warms_but_never_more_and_is_flagged():

@@ -45,7 +45,7 @@ class Tuning:
     idle cores run slow too. `ambient_c` stands for ambient unless the readings of the first
     `ambient_window_s` are at most `cool_c`.
 
-    `trip_margin_c` is kept from a device's trip point. Where neither user nor device names a limit,
+    `trip_margin_c` is kept from a device's limit (a profile's limit is to be kept, not a trip point). Where neither user nor device names a limit,
     `assumed_die_limit_c` and `assumed_skin_limit_c` stand in; a guess never raises the level above warm.
     `target_margin_c` is kept from a limit, so that noise and overshoot do not cross it.
 
@@ -83,7 +83,7 @@ class Tuning:
     ambient_c: float = 25.0
     cool_c: float = 40.0
     ambient_window_s: float = 5.0
-    trip_margin_c: float = 2.0
+    trip_margin_c: float = 0.0
     assumed_die_limit_c: float = 85.0
     assumed_skin_limit_c: float = 45.0
     target_margin_c: float = 1.0
