@@ -70,6 +70,9 @@ def test_samples_of_zero_and_of_charging_do_not_judge_the_unit(board: Board) -> 
     sensor = only(Battery.find(board.system))
     for _ in range(5):
         sensor.read()
+    board.add(pack(current_now=100, voltage_now=4_000_000, status="Charging"))  # a trickle in µA
+    for _ in range(5):
+        sensor.read()
     assert "0 of 3" in reasons(sensor.read(), "power")["battery:battery"]
 
 

@@ -71,6 +71,7 @@ def test_no_limit_is_said_to_be_none(board: Board) -> None:
 @pytest.mark.parametrize("own", ["0::/", "0::/../outside", "0::/system.slice/docker-123.scope"])
 def test_a_container_whose_path_is_the_hosts_reads_its_mount(board: Board, own: str) -> None:
     board.add(memory(own) | {f"{V2}/memory.max": 300 * MB, f"{V2}/memory.current": 100 * MB})
+    board.add({"/sys/fs/outside/memory.max": 1, "/sys/fs/outside/memory.current": 1})
     assert read(board, "memory_limit") == {"memory:cgroup": 300.0}
 
 

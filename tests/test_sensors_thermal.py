@@ -63,6 +63,11 @@ def test_sentinels_are_no_temperature(board: Board, raw: int) -> None:
     assert unit_of(raw) is None
 
 
+def test_a_zone_that_goes_to_0_was_switched_off(board: Board) -> None:
+    board.add(zones({"cpu": 50_000}))
+    assert temperatures(board, only(Thermal.find(board.system)), 50_000, 0, 50_000) == [50.0, None, 50.0]
+
+
 @pytest.mark.parametrize("raw", [-650_788_984, 85_000, 1000])
 def test_one_spike_does_not_get_through(board: Board, raw: int) -> None:
     board.add(zones({"cpu-thermal": 50_000}))
