@@ -41,7 +41,7 @@ def energy(watts: float, seconds: float) -> RunEnergy:
     stages = {"prefill": 0.05 * joules, "draft": 0.25 * joules, "verify": 0.6 * joules, "other": 0.1 * joules}
     stages["wasted_draft"] = 0.1 * joules
     trust, source = "module or device input", "hwmon:VDD_IN"
-    return RunEnergy(joules, "module", "instant", trust, source, stages, 400, 399, 0.3, 0.1, 0.99, 0.5)
+    return RunEnergy(joules, "module", "instant", trust, source, stages, {}, 400, 399, 0.3, 0.1, 0.99, 0.5)
 
 
 def a_trace(

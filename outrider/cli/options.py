@@ -24,6 +24,7 @@ __all__ = [
     "existing_bundle",
     "governing_options",
     "json_option",
+    "loading_from",
     "loading_options",
     "open_pipeline",
     "parse_k",
@@ -154,17 +155,18 @@ def _governing_from(options: dict[str, Any], governor: bool | None) -> dict[str,
     return {**found, "governor": False if off else None if asked else governor}
 
 
+_UNSET = {"threads": None, "target_provider": (), "draft_provider": (), "no_draft": False, "verify": "size"}
+
+
+def loading_from(options: dict[str, Any]) -> dict[str, Any]:
+    """The loading options alone, taken out of `options`."""
+    return {name: options.pop(name) for name in _UNSET}
+
+
 def refuse_loading(options: dict[str, Any], why: str) -> None:
     """Refuse loading options where no bundle is loaded, and take them out of `options`."""
-    defaults = {
-        "threads": None,
-        "target_provider": (),
-        "draft_provider": (),
-        "no_draft": False,
-        "verify": "size",
-    }
-    for name, default in defaults.items():
-        if options.pop(name) != default:
+    for name, value in loading_from(options).items():
+        if value != _UNSET[name]:
             raise UsageError(
                 f"--{name.replace('_', '-')} concerns a bundle, and {why} loads none; leave it out"
             )

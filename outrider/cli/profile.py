@@ -12,6 +12,7 @@ import click
 from outrider.cli.options import (
     ProgressBar,
     json_option,
+    loading_from,
     loading_options,
     open_pipeline,
     parse_k,
@@ -102,7 +103,7 @@ def _real(bundle: Path, ambient_c: float | None, options: dict[str, Any], stack:
     from outrider.runtime.rig import host_rig
 
     threads = options["threads"]
-    pipeline = stack.enter_context(open_pipeline(bundle, options))
+    pipeline = stack.enter_context(open_pipeline(bundle, loading_from(options), governor=False))
     noted = {} if ambient_c is None else {"ambient": f"{ambient_c:g} °C, as told"}
     return replace(host_rig(pipeline), provenance=merged(of_machine(threads), noted, of_bundle(pipeline)))
 
@@ -126,7 +127,7 @@ def _simulated(
     machine = Machine(device, ambient_c, seed)
     about = of_device(device, ambient_c, seed)
     if bundle is not None:
-        pipeline = stack.enter_context(open_pipeline(bundle, options))
+        pipeline = stack.enter_context(open_pipeline(bundle, loading_from(options), governor=False))
         rig = bundle_rig(device, pipeline, machine, seed=seed)
         return replace(rig, provenance=merged(about, of_bundle(pipeline)))
     assert acceptance is not None, "one of the two is there"

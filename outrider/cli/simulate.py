@@ -13,6 +13,7 @@ import click
 from outrider.cli.options import (
     ProgressBar,
     json_option,
+    loading_from,
     loading_options,
     open_pipeline,
     print_json,
@@ -83,7 +84,10 @@ def _texts(
         refuse_loading(options, "--acceptance")
         return read_acceptance(acceptance), {}
     assert bundle is not None, "one of the two is there"
-    with open_pipeline(bundle, options) as pipeline, tempfile.TemporaryDirectory() as folder:
+    with (
+        open_pipeline(bundle, loading_from(options), governor=False) as pipeline,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         path = Path(folder) / "acceptance.jsonl"
         _record(pipeline, path, max_tokens, bar)
         roles = pipeline.manifest.roles if pipeline.manifest else {}

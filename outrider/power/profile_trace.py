@@ -109,8 +109,9 @@ class RoundLine:
 class RunEnergy:
     """Gross joules of a run, from which part of the machine, by what method, and how far to trust them.
 
-    Stages: prefill, draft, wasted_draft (drafted in vain, a part of draft), verify, and other, which is what
-    remains: the whole is never a sum of stages. `edge_j` bounds what the window's edges may be wrong by.
+    Stages: prefill, draft, verify, and other (pauses among it) share the whole; wasted_draft and wasted_verify
+    are parts of draft and verify. `attribution` says how each got its share: by timestamps, by the energy
+    model, or by time. `edge_j` bounds what the window's edges may be wrong by.
     """
 
     gross_j: float
@@ -119,6 +120,7 @@ class RunEnergy:
     trust: str = ""
     source: str = ""
     stages: Mapping[str, float] = field(default_factory=dict)
+    attribution: Mapping[str, str] = field(default_factory=dict)
     samples_expected: int | None = None
     samples_got: int | None = None
     largest_gap_s: float | None = None

@@ -37,7 +37,7 @@ from outrider.power.summary import Summary, write_summary
 from outrider.runtime.planner import Planner
 from outrider.runtime.rig import Rig, Text
 from outrider.runtime.rounds import Request, Round
-from outrider.runtime.run_meter import RunMeter
+from outrider.runtime.run_meter import RunMeter, RunWork
 
 __all__ = ["FILES", "Cell", "Options", "cells_of", "finish", "profile"]
 
@@ -314,7 +314,7 @@ class _RunCounter:
         self._planner = sweep.planner(cell)
         self._engine = rig.engine(self._planner, rig.pacer(policy))
         self._next = rig.texts()
-        self._stages: list[tuple[str, float, float]] = []  # name, begin, end on the rig's clock
+        self._work = RunWork()
         self._counts = dict.fromkeys(("tokens", "prompt", "rounds", "drafted", "evaluated", "accepted"), 0)
         self._decode_s = self._prefill_s = 0.0
         self._texts = 0
@@ -350,7 +350,7 @@ class _RunCounter:
         if done.stats.rounds == 1:
             self._prefill_s += end - begin
             self._counts["prompt"] += len(text.prompt)
-            self._stages.append(("prefill", begin, end))
+            self._work.prefill(begin, end, len(text.prompt))
         else:
             self._decode_s += end - begin
             for name, count in (
@@ -361,18 +361,9 @@ class _RunCounter:
                 ("accepted", done.accepted),
             ):
                 self._counts[name] += count
-            self._note_stages(done, begin + pause_s)
+            self._work.round(done, begin + pause_s)
             self._write_round(done, end, end - begin - pause_s, pause_s)
         self.sweep._sample(self.sweep.rig.monitor.poll())
-
-    def _note_stages(self, done: Round, begin: float) -> None:
-        """Draft, the part of it that was in vain, and verify; what is left of the run is other."""
-        drafted_s = begin + done.draft_s
-        if done.drafted:
-            self._stages.append(("draft", begin, drafted_s))
-            wasted = (done.drafted - done.accepted) / done.drafted
-            self._stages.append(("wasted_draft", drafted_s - wasted * done.draft_s, drafted_s))
-        self._stages.append(("verify", drafted_s, drafted_s + done.verify_s))
 
     def _write_round(self, done: Round, end: float, seconds: float, pause_s: float) -> None:
         self.sweep._write(
@@ -395,7 +386,7 @@ class _RunCounter:
     def line(self) -> Run:
         """The run's line in the trace; ends its energy window."""
         counts, end_s = self._counts, self.sweep.now()
-        energy = self.sweep.meter.end(self._stages, tail=self.whole)
+        energy = self.sweep.meter.end(self._work, tail=self.whole)
         return Run(
             run=self.sweep.runs,
             drafter=self.cell.drafter,

@@ -21,6 +21,7 @@ from outrider.power.sensors.simulated import Simulated
 from outrider.power.state import State
 from outrider.runtime.bench import default_prompts
 from outrider.runtime.model_drafter import ModelDrafter
+from outrider.runtime.open_pacer import POLL_S
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import Planner
 from outrider.runtime.rounds import Engine
@@ -93,7 +94,7 @@ class Rig:
     def pacer(self, policy: Policy, limits: Any = None) -> Pacer:
         """A pacer with a governor of its own, under `policy`; `limits` stands in for the device's figures."""
         governor = Governor(policy, limits if limits is not None else self.device)
-        return Pacer(self.monitor, governor, self.energy_model)
+        return Pacer(self.monitor, governor, self.energy_model, None, self.clock, POLL_S)
 
     def engine(self, planner: Planner, pacer: Pacer | None) -> Engine:
         """An engine over the models, with an empty cache."""

@@ -2,18 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from dataclasses import dataclass, field
 
+from outrider.contracts import Energy
+from outrider.power.energy import Activity, stage_estimates
 from outrider.power.meter import Measured, Meter, Window
 from outrider.power.profile_trace import RunEnergy
+from outrider.power.stages import Drafted, split_stages, wasted
 from outrider.runtime.rig import Rig
+from outrider.runtime.rounds import Round
 
-__all__ = ["RunMeter", "Stage"]
+__all__ = ["RunMeter", "RunWork"]
 
 LONGEST_TAIL_S = 2.5
 KEEP_S = 60.0  # of readings that no open window needs
-Stage = tuple[str, float, float]
-"""Name, begin and end, in seconds on the rig's clock."""
+
+
+@dataclass
+class RunWork:
+    """What ran in a window: when which stage ran, and how much of it."""
+
+    stretches: list[tuple[str, float, float]] = field(default_factory=list)  # stage, begin, end
+    drafted: list[Drafted] = field(default_factory=list)
+    prompts: Counter[int] = field(default_factory=Counter)  # tokens of a first forward -> how many
+    verify: Counter[int] = field(default_factory=Counter)  # width -> forwards
+    draft: Counter[str] = field(default_factory=Counter)  # drafter -> steps
+
+    def prefill(self, begin: float, end: float, tokens: int) -> None:
+        """Add a prompt, with the round that it ends in."""
+        self.stretches.append(("prefill", begin, end))
+        self.prompts[tokens] += 1
+
+    def round(self, done: Round, begin: float) -> None:
+        """Add a round that began at `begin`, its pause not counted; planning is left to "other"."""
+        verify_s = begin + done.draft_s
+        width = done.drafted + 1
+        if done.plan.drafter is not None and done.drafted:
+            self.stretches.append(("draft", begin, verify_s))
+            self.draft[done.plan.drafter] += done.drafted
+            self.drafted.append(Drafted(done.plan.drafter, done.drafted, done.accepted, width))
+        self.stretches.append(("verify", verify_s, verify_s + done.verify_s))
+        self.verify[width] += 1
+
+    def estimates(self, energy: Energy, seconds: float) -> dict[str, float]:
+        """Joules by stage as an energy model has them, of a window of so many seconds."""
+        spent = dict.fromkeys(("prefill", "draft", "verify"), 0.0)
+        for stage, begin, end in self.stretches:
+            spent[stage] += end - begin
+        rest_s = max(0.0, seconds - sum(spent.values()))
+        work = {
+            "prefill": Activity(spent["prefill"], verify=self.prompts),
+            "draft": Activity(spent["draft"], draft=self.draft),
+            "verify": Activity(spent["verify"], verify=self.verify),
+            "other": Activity(rest_s),
+        }
+        return stage_estimates(energy, work)
+
+    @property
+    def widths(self) -> list[int]:
+        """Widths of forwards that an energy model is asked for."""
+        return sorted({*self.prompts, *self.verify, *range(1, max(self.verify, default=1) + 1)})
 
 
 class RunMeter:
@@ -22,18 +71,16 @@ class RunMeter:
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self._meter = Meter(rig.clock, rig.monitor.periods, keep_s=KEEP_S)
-        self._begin_s = 0.0
         self._why_none = ""
         self._any = False
         rig.monitor.listeners.append(self._meter.feed)
 
     def begin(self) -> None:
         """Begin a window."""
-        self._begin_s = self._rig.clock()
         self._meter.begin("run")
 
-    def end(self, stages: Sequence[Stage] = (), tail: bool = True) -> RunEnergy | None:
-        """The joules since `begin`, and of stages in it; None where nothing tells them.
+    def end(self, work: RunWork | None = None, tail: bool = True) -> RunEnergy | None:
+        """The joules since `begin`, and of the stages of `work`; None where nothing tells them.
 
         With a `tail` it rests until a sensor has spoken once more, so that the last moments count too.
         """
@@ -45,7 +92,7 @@ class RunMeter:
             self._why_none = measured.reason
             return None
         self._any = True
-        return self._energy(measured, window, stages)
+        return self._energy(measured, window, work or RunWork())
 
     def why_none(self) -> str:
         """Why there is no meter; empty where there is one."""
@@ -56,17 +103,19 @@ class RunMeter:
         for _ in self._rig.rest(min(max(periods), LONGEST_TAIL_S)):
             pass
 
-    def _energy(self, measured: Measured, window: Window, stages: Sequence[Stage]) -> RunEnergy:
+    def _energy(self, measured: Measured, window: Window, work: RunWork) -> RunEnergy:
         budget, gross = measured.budget, measured.energy_j
         assert budget is not None, "a measured window has an error budget"
         assert gross is not None, "and joules"
+        joules, how = self._split(measured, window, work)
         return RunEnergy(
             gross_j=gross,
             scope=budget.scope,
             method=budget.method,
             trust=budget.trust,
             source=budget.source,
-            stages=self._split(budget.source, stages, gross),
+            stages=joules,
+            attribution=how,
             samples_expected=budget.samples_expected,
             samples_got=budget.samples_got,
             largest_gap_s=budget.largest_gap_s,
@@ -75,14 +124,19 @@ class RunMeter:
             edge_j=budget.edge_j,
         )
 
-    def _split(self, source: str, stages: Sequence[Stage], gross_j: float) -> dict[str, float]:
-        """Joules by stage, by the time in which they were drawn; what no stage has is "other"."""
-        totals: dict[str, float] = {}
-        for name, begin, end in stages:
-            part = self._meter.energy_between(source, begin, end)
-            if part is not None and end > begin:
-                totals[name] = totals.get(name, 0.0) + part.joules
-        if totals:
-            named = sum(joules for name, joules in totals.items() if name != "wasted_draft")
-            totals["other"] = gross_j - named
-        return totals
+    def _split(
+        self, measured: Measured, window: Window, work: RunWork
+    ) -> tuple[dict[str, float], dict[str, str]]:
+        """Joules by stage with what speculation lost of them, and how each was found."""
+        if not work.stretches:
+            return {}, {}
+        energy = self._rig.energy_model.energy(work.widths)
+        estimates = None if energy is None else work.estimates(energy, window.seconds)
+        stages = split_stages(measured, work.stretches, estimates, self._meter.energy_between)
+        lost = wasted(stages, work.drafted, energy)
+        joules = dict(stages.joules)
+        if "draft" in joules:
+            joules["wasted_draft"] = lost.draft_j
+        if lost.verify_j is not None and work.drafted:
+            joules["wasted_verify"] = lost.verify_j
+        return joules, {stage: str(way) for stage, way in stages.attribution.items()}
