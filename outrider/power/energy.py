@@ -4,7 +4,9 @@ An interval's energy is linear in what ran in it: static_w · seconds + Σ forwa
 Σ draft steps · e_drafter. Bayesian linear regression with forgetting keeps the normal equations of that, on
 top of a prior that is never forgotten: where the data say nothing, the prior's split stands. A cost of its own
 for each width cannot be told from such sums (widths are few and come mixed): the affine part is learned, and
-what a calibrated prior says of a width beyond that is kept as it is.
+what a calibrated prior says of a width beyond that is kept as it is. While every round of k drafts is verified
+at width k + 1, a row and a draft step come together and only the sum of their costs can be told (the prior
+splits it): enough to choose k, not enough to say which of the two is dear.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from outrider.contracts import Energy
 from outrider.errors import UsageError
@@ -115,19 +118,18 @@ class EnergyModel:
         """The costs of now, for these widths; None while they are unknown.
 
         With a prior they are known from the start. Without one it takes some intervals with work, and enough
-        variety (idle time, several widths) to tell static power, forwards and rows apart; a drafter that is
-        not known yet is left out of `draft_j`.
+        variety (idle time, several widths) to tell static power from forwards and rows; a drafter that never
+        ran is left out of `draft_j` then.
         """
         asked = sorted(set(widths))
         z = self._solution()
         if z is None or not self._well_known(z, asked):
             return None
         verify_j = {w: max(0.0, z[1] + z[2] * w + self._extra(w)) for w in asked}
-        unit = self._unit(z)
         draft_j = {
             name: z[3 + i]
             for i, name in enumerate(self.drafters)
-            if self._prior is not None or self._deviation(_axis(self._size, 3 + i)) <= _KNOWN * unit
+            if self._prior is not None or self._sums[3 + i] > 0.0
         }
         return Energy(z[0], verify_j, draft_j)
 
@@ -163,13 +165,14 @@ class EnergyModel:
         if self._used < _FEW:
             self._early = self._early[-8 * _FEW :]
             return
-        for _ in range(6):
-            z = self._solution()
+        z: list[float] | None = [median(j / r[0] for r, j in self._early), *[0.0] * (self._size - 1)]
+        for spread in (6.0, 3.0, *[1.0] * 6):
             self._a = [[0.0] * self._size for _ in range(self._size)]
             self._b = [0.0] * self._size
             for known, measured in self._early:
-                self._add(known, measured, z)
+                self._add(known, measured, z, spread)
             self._cached = None
+            z = self._solution()
         self._early = []
 
     def _learn(self, row: list[float], joules: float) -> None:
@@ -187,10 +190,10 @@ class EnergyModel:
         self._sums = [s + r for s, r in zip(self._sums, row, strict=True)]
         self._joules += joules
 
-    def _add(self, row: list[float], joules: float, z: list[float] | None) -> float:
+    def _add(self, row: list[float], joules: float, z: list[float] | None, spread: float = 1.0) -> float:
         """Add an interval to the normal equations; returns how many deviations it was off."""
         expected = joules if z is None else sum(r * v for r, v in zip(row, z, strict=True))
-        sigma = _NOISE * max(expected, 1e-9) if z is not None else _NOISE * max(joules, 1e-9)
+        sigma = spread * _NOISE * max(expected, 1e-9)
         off = (joules - expected) / sigma
         weight = min(1.0, _OUTLIER / abs(off)) if off else 1.0
         weight /= sigma * sigma
@@ -240,13 +243,15 @@ class EnergyModel:
             return True
         if self._used < _FEW or self._sums[1] <= 0.0:
             return False
-        unit, mean_s = self._unit(z), self._sums[0] / self._sums[1]
-        rest = [0.0] * len(self.drafters)
-        asked = [
-            [mean_s, 0.0, 0.0, *rest],
-            *([0.0, 1.0, float(w), *rest] for w in (widths[:1] + widths[-1:])),
-        ]
-        return all(self._deviation(row) <= _KNOWN * unit for row in asked)
+        most, mean_s, none = _KNOWN * self._unit(z), self._sums[0] / self._sums[1], [0.0] * len(self.drafters)
+        drafts = [none, *(_axis(len(none), i) for i in range(len(none)) if self._sums[3 + i] > 0.0)]
+
+        def off(width: int) -> float:
+            rounds = ([0.0, 1.0, width, *((width - 1.0) * d for d in draft)] for draft in drafts)
+            return min(self._deviation(row) for row in rounds)
+
+        static_off = self._deviation([mean_s, 0.0, 0.0, *none])
+        return static_off <= most and all(off(width) <= most for width in widths[:1] + widths[-1:])
 
     def _deviation(self, row: list[float]) -> float:
         x = _solve(self._matrix(), row)

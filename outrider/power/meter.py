@@ -20,6 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median
 
 from outrider.contracts import Clock, Reading
@@ -377,7 +378,7 @@ class Meter:
 
     def _period(self, series: Series) -> float:
         known = self._periods.get(series.latest.source)
-        steps = [b - a for a, b in zip(series.times[-257:], series.times[-256:], strict=False)]
+        steps = [after - before for before, after in pairwise(series.times[-256:])]
         return known or (median(steps) if steps else math.inf)
 
     def _facts(self, series: Series) -> CounterFacts | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Literal
 
@@ -101,17 +102,13 @@ def split_stages(
     read = _by_timestamps(measured, inside, energy_between)
     rest = [stage for stage in STAGES if stage not in read and seconds[stage] > 0.0]
     left = measured.energy_j - sum(read.values())
-    if not rest:
-        read = _scaled(read, measured.energy_j)
-        left = 0.0
-    modelled = estimates is not None and all(estimates.get(stage, 0.0) >= 0.0 for stage in rest)
-    modelled = modelled and estimates is not None and all(stage in estimates for stage in rest)
-    weights = {stage: (estimates or {})[stage] if modelled else seconds[stage] for stage in rest}
-    modelled = modelled and sum(weights.values()) > 0.0
-    shared = _scaled(weights if modelled else {stage: seconds[stage] for stage in rest}, left)
+    if not rest or left < 0.0:
+        read, left = _scaled(read, measured.energy_j), 0.0
+    modelled = estimates is not None and any(estimates.get(s, 0.0) > 0.0 for s in rest)
+    weights = {s: max(0.0, estimates.get(s, 0.0)) if modelled and estimates else seconds[s] for s in rest}
     how: dict[str, Attribution] = dict.fromkeys(read, "timestamps")
-    how |= dict.fromkeys(shared, "model" if modelled else "time")
-    return StageEnergy(measured.energy_j, read | shared, seconds, how)
+    how |= dict.fromkeys(rest, "model" if modelled else "time")
+    return StageEnergy(measured.energy_j, read | _scaled(weights, left), seconds, how)
 
 
 def _within(stretches: Sequence[Stretch], start_s: float, end_s: float) -> list[Stretch]:
@@ -121,7 +118,7 @@ def _within(stretches: Sequence[Stretch], start_s: float, end_s: float) -> list[
         raise UsageError(f"stage {unknown[0]!r} is not known; known: {', '.join(STAGES)}")
     cut = [(stage, max(s, start_s), min(e, end_s)) for stage, s, e in sorted(stretches, key=lambda x: x[1])]
     inside = [(stage, s, e) for stage, s, e in cut if e > s and stage != "other"]
-    for (stage, _, end), (after, start, _) in zip(inside, inside[1:], strict=False):
+    for (stage, _, end), (after, start, _) in pairwise(inside):
         if start < end - 1e-9:
             raise UsageError(
                 f"stage {after!r} starts at {start:.6f} s, while {stage!r} runs until {end:.6f} s"

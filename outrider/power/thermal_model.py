@@ -153,12 +153,11 @@ class ThermalModel:
         self._strangers = self._strangers + 1 if stranger else 0
         if not stranger:
             self._learn_step(temp_c)
+            self._low_c, self._high_c = min(self._low_c, temp_c), max(self._high_c, temp_c)
             miss = temp_c - self._constants.theta[4] - self._die - self._case
             self._misfit += (miss - self._misfit) * -math.expm1(-dt / SETTLE_S)
         self._gather(power, dt, None if stranger else temp_c)
         self._work()
-        shown = self.ambient_c + self._die + self._case
-        self._low_c, self._high_c = min(self._low_c, shown), max(self._high_c, shown)
         self._astray_s = self._astray_s + dt if abs(self._misfit) > _ASTRAY_C + self._step() else 0.0
         if self._astray_s > _ASTRAY_S:
             self._renew(0, temp_c)
