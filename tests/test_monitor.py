@@ -299,6 +299,25 @@ def test_time_of_a_source_never_goes_back() -> None:
     assert seen == [(50, 100), (50, 100), (50.5, 101)]
 
 
+@given(st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.9, 3.0, 3.1, 40.0]), max_size=40), st.integers(0, 9))
+def test_a_state_is_always_what_the_readings_say_of_its_time(steps: list[float], lag: int) -> None:
+    """Between two reads the state is not worked out again, unless a reading has become stale."""
+    clock = VirtualClock(100.0)
+
+    class Lagging(Scripted):
+        def read(self) -> list[Reading]:
+            (found,) = super().read()
+            return [replace(found, time_s=found.time_s - lag + 4)]
+
+    ahead, exact = Lagging(clock, lambda n: 40 + n, 1.0, "b"), Scripted(clock, lambda n: 30 + n, 0.5, "c")
+    monitor = Monitor([ahead, exact], clock)
+    for index, step in enumerate(steps):
+        if index % 3 == 0:
+            monitor.poll()
+        assert monitor.state() == distill(monitor.readings(), clock(), monitor.periods)
+        clock.advance(step)
+
+
 def test_a_slow_sensor_is_asked_less_and_is_not_stale_for_that() -> None:
     clock = VirtualClock()
 

@@ -14,6 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from outrider.contracts import Clock, Quantity, Reading
@@ -250,6 +251,8 @@ class Monitor:
         self._slots = [_Slot(sensor, interval_s) for sensor in sensors]
         self._newest: dict[Key, Reading] = {}  # with or without value
         self._good: dict[Key, Reading] = {}  # the newest plausible
+        self._distilled: State | None = None  # None: a reading has come since
+        self._holds_until_s = -math.inf
         self._rates = _Rates()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -281,9 +284,19 @@ class Monitor:
     def state(self) -> State:
         """What the readings so far say about now."""
         self._supervise()
+        now_s = self._clock()
         with self._lock:
-            readings, periods = [*self._good.values(), *self._newest.values()], dict(self.periods)
-        return distill(readings, self._clock(), periods)
+            if self._distilled is None or not self._distilled.time_s <= now_s < self._holds_until_s:
+                readings = [*self._good.values(), *self._newest.values()]
+                self._distilled = distill(readings, now_s, self.periods)
+                self._holds_until_s = self._next_change(now_s)
+            return replace(self._distilled, time_s=now_s)
+
+    def _next_change(self, now_s: float) -> float:
+        """Before when the same readings make the same state: one of them becomes stale then, or fresh."""
+        ends = (r.time_s + STALE_PERIODS * self.periods[r.source] for r in self._good.values())
+        starts = (r.time_s - STALE_PERIODS * self.periods[r.source] for r in self._good.values())
+        return min((t - 1e-6 for t in (*ends, *starts) if t >= now_s - 1e-6), default=math.inf)
 
     def readings(self) -> list[Reading]:
         """The newest reading of each source and quantity, with a value or with the reason why not."""
@@ -369,6 +382,7 @@ class Monitor:
         own: Mapping[str, float] = getattr(slot.sensor, "periods", {})
         direct = {r.source for r in readings if r.quantity == "power" and plausible(r)}
         with self._lock:
+            self._distilled = None
             for reading in readings:
                 period_s = max(slot.period_s, own.get(reading.source, 0.0))
                 self.periods[reading.source] = period_s
