@@ -23,6 +23,7 @@ COMMANDS = {
     "profile": "What a bundle sustains within a power cap or a temperature limit, here or simulated.",
     "simulate": "Compare policies over a scripted day on a simulated device.",
     "doctor": "What this machine has, and whether speculation pays here for a bundle.",
+    "calibrate": "Measure this machine with a bundle, and keep it as a device profile.",
     "devices": "List device profiles, and where each of their figures is from.",
     "record": "Record power, heat, clocks and memory of this machine or a phone.",
     "demo": "Fetch, export, check and decode a real model, with and without a draft.",

@@ -40,6 +40,7 @@ __all__ = [
     "figures_of",
     "load_device",
     "parse_device",
+    "shipped_device",
     "user_profile_path",
 ]
 
@@ -445,11 +446,12 @@ def load_device(name: str | os.PathLike[str]) -> Device:
         return _read(own)
     if text not in DEVICES:
         raise UsageError(f"unknown device {text!r}; known: {', '.join(DEVICES)}; or a path ending in .toml")
-    return _shipped(text)
+    return shipped_device(text)
 
 
 @lru_cache(maxsize=64)
-def _shipped(slug: str) -> Device:
+def shipped_device(slug: str) -> Device:
+    """The profile that ships with Outrider, whatever was measured here; `slug` is one of `DEVICES`."""
     return _read(_FOLDER / f"{slug}.toml")
 
 
