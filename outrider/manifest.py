@@ -183,10 +183,12 @@ class TokenizerEntry:
 
 @dataclass(frozen=True)
 class Timing:
-    """Measured costs, with the machine that they hold for."""
+    """Measured costs, with the machine that they hold for (`runtime.timing.machine_line`)."""
 
     machine: str
-    measured: Mapping[str, Any]  # names end in their unit, such as "verify_ms"
+    measured: Mapping[
+        str, Any
+    ]  # what `runtime.planner.Planner` starts from: verify_s by width, draft_s by drafter
 
 
 @dataclass(frozen=True)

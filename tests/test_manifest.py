@@ -76,7 +76,7 @@ def write_bundle(folder: Path) -> Manifest:
         max_context=128,
         device="host",
         quality={"target": {"perplexity": 12.5}},
-        timing=Timing("2 cores", {"verify_ms": [1.0, 2.0]}),
+        timing=Timing("2 cores", {"verify_s": {"1": 0.01}, "draft_s": {}}),
     )
     write_manifest(folder, manifest)
     return manifest

@@ -16,11 +16,13 @@ from outrider.cli.options import (
     print_json,
 )
 from outrider.cli.record import adb_option, sensors_of
+from outrider.errors import UsageError
 
 if TYPE_CHECKING:
     from outrider.contracts import Costs, Reading
     from outrider.power.state import State
     from outrider.runtime.doctor import BreakEven, Machine, Telemetry
+    from outrider.runtime.pipeline import Pipeline
 
 __all__ = ["command"]
 
@@ -46,14 +48,17 @@ UNITS = {
 @click.argument("bundle", required=False, type=click.Path(path_type=Path), callback=existing_bundle)
 @loading_options
 @adb_option
+@click.option("--save", is_flag=True, help="Keep the measured costs: loads on this machine start from them.")
 @json_option
-def command(bundle: Path | None, adb: str | None, as_json_text: bool, **options: Any) -> None:
+def command(bundle: Path | None, adb: str | None, save: bool, as_json_text: bool, **options: Any) -> None:
     """Say what this machine has and measures, and for a BUNDLE, the acceptance at which each k starts to pay.
 
     Every source of telemetry is listed with its value, or with why it has none and what would change that.
     """
     from outrider.runtime.doctor import break_even, inspect_machine, inspect_telemetry, measure_costs
 
+    if save and bundle is None:
+        raise UsageError("--save keeps the costs of a BUNDLE; give one")
     machine = inspect_machine()
     sensors = sensors_of(adb)
     telemetry = inspect_telemetry(sensors) if adb is None else inspect_telemetry(sensors, kinds=())
@@ -68,12 +73,21 @@ def command(bundle: Path | None, adb: str | None, as_json_text: bool, **options:
         placement = [str(placed) for placed in pipeline.placement]
         costs = measure_costs(pipeline, progress=bar)
         bar.close()
+        saved = _save(pipeline, costs) if save else None
     table = break_even(costs)
     if as_json_text:
         found = {"machine": machine, "telemetry": telemetry, "placement": placement}
-        print_json({**found, "costs": costs, "break_even": table})
+        print_json({**found, "costs": costs, "break_even": table, "saved": saved})
     else:
         click.echo("\n".join(["", *placement, "", describe_costs(costs, table)]))
+        click.echo(f"\nsaved to {saved}" if saved else "", nl=bool(saved))
+
+
+def _save(pipeline: Pipeline, costs: Costs) -> Path:
+    from outrider.runtime.timing import store_timing, timing_of
+
+    assert pipeline.manifest is not None
+    return store_timing(pipeline.manifest, pipeline.placement, timing_of(costs, pipeline.machine))
 
 
 def describe_machine(machine: Machine) -> str:

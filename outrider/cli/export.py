@@ -95,6 +95,9 @@ def describe(report: ExportReport) -> str:
     for role, graph in report.graphs.items():
         lines += [f"\n{role}:", *slot_table(graph.slots)]
     for role, quality in report.quality.items():
+        if role == "machine":
+            lines.append(f"\nmeasured on {quality}")
+            continue
         lines.append(f"\n{role} against its float reference:" if role != "pair" else "\npair:")
         lines += [f"  {name:32} {_number(value)}" for name, value in quality.items()]
     return "\n".join(lines)

@@ -19,9 +19,11 @@ from outrider.export.reference import ROWS, FloatReference
 from outrider.export.slots import SlotWeights, Tensors
 from outrider.manifest import GraphEntry, Manifest, RoleEntry, describe_file
 from outrider.quantize.quality import compare, evaluation_text, logit_rows, pair_acceptance
+from outrider.runtime.doctor import measure_costs
 from outrider.runtime.load import load
 from outrider.runtime.pipeline import Pipeline
 from outrider.runtime.proof import row_independence
+from outrider.runtime.timing import timing_of
 
 __all__ = ["PROBE", "evaluate_bundle"]
 
@@ -42,7 +44,7 @@ Progress = Callable[[str, float], None]
 def evaluate_bundle(
     folder: Path, manifest: Manifest, checkpoints: Mapping[str, Tensors], progress: Progress | None = None
 ) -> Manifest:
-    """Measure the bundle in `folder`, write its probes, and return its manifest with quality and probes."""
+    """Measure the bundle in `folder`, write its probes, and return its manifest with quality, timing and probes."""
     with load(folder) as pipeline:
         graphs = _graphs(pipeline)
         wikitext = _segments(pipeline.tokenizer.encode(evaluation_text()), graphs["target"])
@@ -66,7 +68,9 @@ def evaluate_bundle(
                 ]
         if "draft" in graphs:
             quality["pair"] = _acceptance(graphs, own, skips, drafts)
-    return replace(manifest, quality=quality, roles=roles)
+        timing = timing_of(measure_costs(pipeline, repeats=3), pipeline.machine)
+        quality["machine"] = pipeline.machine
+    return replace(manifest, quality=quality, timing=timing, roles=roles)
 
 
 def _graphs(pipeline: Pipeline) -> dict[str, Graph]:

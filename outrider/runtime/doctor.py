@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from outrider.power.sensors.system import Sensor
 from outrider.power.state import State
 from outrider.runtime.costs import verify_time
 from outrider.runtime.planner import expected_tokens
+from outrider.runtime.timing import cores, processor
 
 if TYPE_CHECKING:
     from outrider.runtime.pipeline import Pipeline
@@ -87,22 +87,13 @@ def inspect_machine() -> Machine:
 
     return Machine(
         system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        processor=_processor(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        processor=processor(),
+        cores=cores(),
         memory_gb=_memory_gb(),
         onnxruntime=onnxruntime.__version__,
         providers=tuple(onnxruntime.get_available_providers()),
         extras={name: _extra(name) for name in EXTRAS},
     )
-
-
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or "unknown"
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
 
 
 def _memory_gb() -> float | None:

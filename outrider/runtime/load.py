@@ -19,8 +19,10 @@ from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.open_pacer import Governing, footprint_mb, open_pacer
 from outrider.runtime.pipeline import Pipeline
+from outrider.runtime.planner import Planner
 from outrider.runtime.rounds import Engine
 from outrider.runtime.text import Tokenizer
+from outrider.runtime.timing import known_costs, machine_line
 
 if TYPE_CHECKING:
     from outrider.power.monitor import Monitor
@@ -148,17 +150,25 @@ def load(
 
         drafters = _drafters(graphs.get("draft"), reopen, placement[-1], tokenizer)
         stack.callback(_close_drafters, drafters)
+        machine = machine_line(placement, threads)
         engine = Engine(
             graphs["target"],
             drafters,
             vocab_limit=min(tokenizer.id_limit, graphs["target"].vocab_size),
             prefill_chunk=placement[0].prefill_width or DEFAULT_PREFILL,
             near_tie=_near_tie(manifest),
+            planner=Planner(known_costs(manifest, placement, machine)),
             pacer=open_pacer(governing, stack, list(drafters), sizes["target"], sizes.get("draft", 0.0)),
         )
         template = _template(directory, manifest, tokenizer)
         return Pipeline(
-            engine, tokenizer, template, manifest=manifest, placement=placement, owned=stack.pop_all()
+            engine,
+            tokenizer,
+            template,
+            manifest=manifest,
+            placement=placement,
+            machine=machine,
+            owned=stack.pop_all(),
         )
 
 

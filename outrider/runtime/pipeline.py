@@ -117,7 +117,8 @@ class Pipeline:
     """A target, its drafters and its tokenizer; made by `outrider.load`, or from parts.
 
     Batch 1: one generation at a time, from one thread. The KV cache lives on between calls, so a prompt
-    that begins like the last text is not run again where it is equal. `owned` are closed with it.
+    that begins like the last text is not run again where it is equal. `owned` are closed with it; `machine`
+    says in one line what measured times depend on (`runtime.timing`).
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Pipeline:
         *,
         manifest: Manifest | None = None,
         placement: Sequence[Placement] = (),
+        machine: str = "",
         owned: ExitStack | None = None,
     ) -> None:
         self.engine = engine
@@ -135,6 +137,7 @@ class Pipeline:
         self.template = template
         self.manifest = manifest
         self.placement = tuple(placement)
+        self.machine = machine
         self._owned = owned or ExitStack()
         self._closed = False
 
