@@ -281,7 +281,7 @@ def test_a_counter_read_faster_than_it_publishes_counts_updates_and_bounds_its_e
     assert abs(measured.energy_j - 300.0) <= measured.budget.edge_j
 
 
-def test_old_readings_are_forgotten_but_not_those_of_an_open_window():
+def test_old_readings_are_forgotten_but_not_those_of_an_open_window_or_the_one_closed_last():
     clock = VirtualClock()
     meter = Meter(clock, keep_s=5.0)
     meter.begin("long")
@@ -289,7 +289,12 @@ def test_old_readings_are_forgotten_but_not_those_of_an_open_window():
         clock.advance(0.1)
         meter.feed([power("pmic", clock(), 4.0)])
     meter.end("long")
+    for _ in range(1024):
+        clock.advance(0.1)
+        meter.feed([power("pmic", clock(), 4.0)])
     assert meter.measure("long").energy_j == pytest.approx(4.0 * 409.6, rel=0.001)
+    with meter.window("next"):
+        clock.advance(0.1)
     for _ in range(4096):
         clock.advance(0.1)
         meter.feed([power("pmic", clock(), 4.0)])
@@ -361,6 +366,7 @@ def test_wasted_draft_is_the_steps_not_kept_and_the_marginal_rows():
     assert lost.draft_j == pytest.approx(80.0 * 4 / 8)
     assert lost.verify_j == pytest.approx(160.0 * ((0.7 - 0.5) + (0.6 - 0.4)) / (0.7 + 0.7 + 0.6))
     assert wasted(stages, rounds).verify_j is None
+    assert wasted(stages, rounds, Energy(1.0, COSTS.verify_j)).draft_j == pytest.approx(40.0)
     with pytest.raises(UsageError, match="width 9"):
         wasted(stages, [Drafted("model", 8, 1, 9)], COSTS)
 

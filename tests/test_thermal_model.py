@@ -80,6 +80,24 @@ def test_one_pole_is_recovered(tau_s, step_c):
         assert model.predict(6.0, horizon_s) == pytest.approx(now + rise, abs=2.0)
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    st.floats(0.5, 8.0),
+    st.floats(1.0, 12.0),
+    st.floats(5.0, 30.0),
+    st.floats(150.0, 500.0),
+    st.sampled_from([15.0, 25.0, 38.0]),
+    st.sampled_from([0.1, 1.0]),
+    st.integers(0, 1000),
+)
+def test_what_holds_a_limit_for_ever_is_known_within_a_sixth_on_any_device(
+    r_die, r_case, tau_die, tau_case, ambient, step_c, seed
+):
+    poles, watts = [(r_die, tau_die), (r_case, tau_case)], 45.0 / (r_die + r_case)
+    model = taught(trace(poles, ambient, pulses(watts, period_s=200.0), 1500.0, step_c, 0.2, seed))
+    assert model.sustainable_w(ambient + 40.0) == pytest.approx(40.0 / (r_die + r_case), rel=1 / 6)
+
+
 def test_the_ladder_of_the_simulated_device_is_predicted():
     network = Network(die_c_per_w=3.0, die_tau_s=10.0, case_c_per_w=6.0, case_tau_s=300.0)
     now, model, watts = steady_state(network, 0.6, 25.0), ThermalModel(), pulses(5.0)

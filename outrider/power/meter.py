@@ -251,7 +251,7 @@ class Meter:
 
     `periods` (s, by source) may be a monitor's own mapping; a source without one gets the median spacing of
     its readings. `counters` holds facts of raw counters. Readings older than `keep_s` are forgotten, except
-    what an open window needs. `sampler_share` is put into every error budget.
+    what the open windows and the one closed last need. `sampler_share` is put into every error budget.
     """
 
     def __init__(
@@ -271,6 +271,7 @@ class Meter:
         self._missing: dict[str, str] = {}
         self._open: dict[str, float] = {}
         self._windows: dict[str, list[Window]] = {}
+        self._closed_from_s = math.inf  # where the window that was closed last began
         self._lock = threading.Lock()
 
     def feed(self, readings: Iterable[Reading]) -> None:
@@ -290,7 +291,7 @@ class Meter:
         key = (reading.source, reading.quantity)
         series = self._series.setdefault(key, Series(reading))
         series.add(reading, value)
-        horizon = min((reading.time_s, *self._open.values())) - self._keep_s
+        horizon = min((reading.time_s, self._closed_from_s, *self._open.values())) - self._keep_s
         if len(series.times) % 512 == 0 and horizon > series.times[0]:
             series.forget(horizon)
 
@@ -306,6 +307,7 @@ class Meter:
             raise UsageError(f"no window {name!r} is open; open: {', '.join(self._open) or 'none'}")
         window = Window(name, self._open.pop(name), self._clock())
         self._windows.setdefault(name, []).append(window)
+        self._closed_from_s = window.start_s
         return window
 
     @contextmanager

@@ -157,13 +157,16 @@ def _scaled(weights: Mapping[str, float], total: float) -> dict[str, float]:
 def wasted(stages: StageEnergy, rounds: Sequence[Drafted], energy: Energy | None = None) -> Wasted:
     """The part of draft and verify energy that speculation lost.
 
-    Draft steps count by what the model says of their drafter, alike without one. A verify forward of width w
-    that kept n drafts lost what width w costs beyond width n + 1, as a share of all forwards. Raises UsageError
-    for a width that the model does not know.
+    Draft steps count by what the model says of their drafter, alike where it does not know every one. A verify
+    forward of width w that kept n drafts lost what width w costs beyond width n + 1, as a share of all forwards.
+    Raises UsageError for a width that the model does not know.
     """
     lost = used = 0.0
+    costs = {r.drafter: energy.draft_j.get(r.drafter, 0.0) if energy else 1.0 for r in rounds if r.drafted}
+    if not all(costs.values()):
+        costs = dict.fromkeys(costs, 1.0)
     for r in rounds:
-        each = energy.draft_j.get(r.drafter, 0.0) if energy is not None else 1.0
+        each = costs.get(r.drafter, 0.0)
         lost += each * (r.drafted - r.accepted)
         used += each * r.drafted
     draft_j = stages.joules.get("draft", 0.0) * (lost / used if used > 0.0 else 0.0)

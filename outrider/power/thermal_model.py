@@ -119,7 +119,7 @@ class ThermalModel:
             return
         dt, self._time_s, self._power = time_s - self._time_s, time_s, power
         if dt > _GAP_S:
-            self._renew(0, temp_c)
+            self._renew(temp_c)
         elif dt > 0.0:
             self._take(temp_c, power, dt)
 
@@ -160,7 +160,7 @@ class ThermalModel:
         self._work()
         self._astray_s = self._astray_s + dt if abs(self._misfit) > _ASTRAY_C + self._step() else 0.0
         if self._astray_s > _ASTRAY_S:
-            self._renew(0, temp_c)
+            self._renew(temp_c)
 
     def _carry(self, power: float, dt: float) -> None:
         """The state after an interval of constant power."""
@@ -197,7 +197,7 @@ class ThermalModel:
     def _thin(self) -> None:
         """A full history becomes coarser, and when it is coarse, the older half is remembered as belief."""
         if self._grain_s >= _BLOCK_S[1]:
-            self._renew(_BLOCKS // 2, 0.0)
+            self._renew()
             return
         self._grain_s *= 2.0
         self._blocks = [_joined(*pair) for pair in zip(self._blocks[::2], self._blocks[1::2], strict=False)]
@@ -236,15 +236,16 @@ class ThermalModel:
         weights = (self.die.c_per_w / self.c_per_w, 0.0, self.case.c_per_w / self.c_per_w, 0.0, 0.0, 0.0)
         self._spread = sweep.deviation(weights)
 
-    def _renew(self, keep: int, temp_c: float) -> None:
-        """Go on with the newest `keep` blocks, or with this temperature alone; what is known is the belief."""
+    def _renew(self, temp_c: float | None = None) -> None:
+        """Go on with the newer half of the history, or with a temperature alone; what is known is the belief."""
         theta, fit = self._constants.theta, self._accepted
         most = self.prior.belief(0.0).spread
         known = [1.5 * fit.deviation(unit) for unit in _UNITS] if fit else most
         spread = [min(m, max(d, 0.08)) for m, d in zip(most, known, strict=False)][:4]
         air, power = theta[4] + self._misfit, self._power
-        if keep:
-            die, case = self._state_after(len(self._blocks) - keep)
+        kept = self._blocks[_BLOCKS // 2 :] if temp_c is None else []
+        if temp_c is None:
+            die, case = self._state_after(len(self._blocks) - len(kept))
             unsure = (1.5, 2.0)
         else:
             die, unsure = self.die.c_per_w * power, (4.0, 8.0)
@@ -254,7 +255,7 @@ class ThermalModel:
         self._belief = Belief((*theta[:4], air, case), (*spread, air_spread, unsure[1]))
         self._constants, self._misfit = Constants(self._belief.mean), 0.0
         self._start = (power, die)
-        self._restart(self._constants, self._blocks[-keep:] if keep else [])
+        self._restart(self._constants, kept)
 
     def _state_after(self, blocks: int) -> tuple[float, float]:
         """Die and case, °C above, so many blocks into the history."""
