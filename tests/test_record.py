@@ -46,7 +46,7 @@ def test_a_recording_is_a_trace_that_plays_back(tmp_path: Path) -> None:
     done = record(Monitor([Zone()], interval_s=0.02), path, seconds=0.2, tool="outrider test")
     readings = [reading for batch in read_telemetry(path) for reading in batch]
     assert done.readings == len(readings) > 1
-    assert (done.sources, done.silent, done.path) == (1, (), str(path))
+    assert (done.sources, done.silent, done.path) == (1, {}, str(path))
     assert read_telemetry(path).header["tool"] == "outrider test"
     clock = VirtualClock()
     assert open_telemetry(path, clock).poll().die_c == 40
@@ -56,7 +56,7 @@ def test_what_could_not_be_read_is_counted_apart(tmp_path: Path) -> None:
     silent = Zone("locked", lambda: None)
     done = record(Monitor([Zone(), silent], interval_s=0.02), tmp_path / "t.jsonl", seconds=0.1)
     assert done.sources == 1
-    assert done.silent == ("locked:x",)
+    assert done.silent == {"locked:x": "permission denied; sudo chmod a+r it"}
     assert "1 more without any value" in describe(done)
 
 
@@ -189,6 +189,15 @@ def test_a_machine_without_any_source_is_told_so(
     assert code == 1
     assert "outrider doctor" in err
     assert not (tmp_path / "t.jsonl").exists()
+
+
+def test_a_recording_without_a_single_value_fails_and_says_why(
+    run_main: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_cli, "sensors_of", lambda adb: [Zone("locked", lambda: None)])
+    code, out, err = run_main("record", "-o", str(tmp_path / "t.jsonl"), "--seconds", "0.1")
+    assert (code, out) == (1, "")
+    assert "locked:x: permission denied; sudo chmod a+r it" in err
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])

@@ -71,8 +71,13 @@ def command(
     )
     if as_json_text:
         print_json(done)
-    else:
+    elif done.readings:
         click.echo(describe(done))
+    if not done.readings:
+        why = "; ".join(f"{source}: {reason}" for source, reason in done.silent.items())
+        raise OutriderError(
+            f"nothing could be read, {output} holds only reasons: {why or 'no sensor answered'}"
+        )
 
 
 def sensors_of(adb: str | None) -> list[Sensor]:

@@ -25,7 +25,7 @@ class Recorded:
     seconds: float
     readings: int  # with a value
     sources: int  # that ever gave a value
-    silent: tuple[str, ...]  # sources that never did
+    silent: Mapping[str, str]  # sources that never did, and why
     gaps: int
     longest_gap_s: float
     longest_gap: str  # the source that had it
@@ -40,14 +40,14 @@ class Coverage:
         self.gaps = 0
         self.longest_gap = (0.0, "")
         self._periods = periods
-        self._heard: set[str] = set()
+        self._silent: dict[str, str] = {}
         self._last: dict[tuple[str, str], float] = {}
 
     def __call__(self, readings: Sequence[Reading]) -> None:
         """Count one batch."""
         for reading in readings:
-            self._heard.add(reading.source)
             if not plausible(reading):
+                self._silent[reading.source] = reading.reason or f"{reading.quantity} reads {reading.value}"
                 continue
             self.readings += 1
             key = (reading.source, reading.quantity)
@@ -65,9 +65,9 @@ class Coverage:
         return frozenset(source for source, _ in self._last)
 
     @property
-    def silent(self) -> tuple[str, ...]:
-        """Those that gave none."""
-        return tuple(sorted(self._heard - self.sources))
+    def silent(self) -> dict[str, str]:
+        """Those that gave none, with the last reason."""
+        return {source: self._silent[source] for source in sorted(self._silent.keys() - self.sources)}
 
     def _look_for_gap(self, key: tuple[str, str], time_s: float) -> None:
         gap_s = time_s - self._last.get(key, time_s)
