@@ -47,6 +47,7 @@ class Scripted:
     def __init__(self, directives):
         self.directives = iter(directives)
         self.state = State(0.0)
+        self.odd_w = 0.0
         self.seen = []
 
     def energy(self, verify_s):
@@ -209,7 +210,8 @@ def test_the_time_of_the_consumer_counts_as_pause():
     for part in engine.decode(PROMPT, Request(max_new_tokens=20, k=0)):
         clock.advance(0.06)
         slept.append(part.stats.paced_s)
-    assert part.stats.paced_s == pytest.approx(0.04 * (len(slept) - 1), rel=0.02)
+    # the first two rounds are paced by what they took: the prompt's 0.13 s, then 0.1 s
+    assert part.stats.paced_s == pytest.approx(0.04 * (len(slept) - 2) + 0.07, rel=0.01)
 
 
 def test_a_power_cap_is_held_in_the_mean():

@@ -21,18 +21,24 @@ class PowerCap:
         self.duty = 1.0
         self.mean_w: float | None = None
         self._tuning = tuning
+        self._unseen_s = 0.0
 
     def see(self, dt_s: float, power_w: float | None, bound_w: float | None, energy_known: bool) -> None:
-        """Take a reading of power, under the least limit of now (`bound_w`)."""
+        """Take a reading of power, under the least limit of now (`bound_w`).
+
+        The first reading counts for the time before it too: it began with the work.
+        """
         if power_w is None:
+            self._unseen_s += dt_s if self.mean_w is None else 0.0
             return
-        dt_s = min(dt_s, self._tuning.longest_gap_s)
+        dt_s = min(dt_s + self._unseen_s, self._tuning.longest_gap_s)
+        self._unseen_s = 0.0
         weight = dt_s / (self._tuning.power_average_s + dt_s)
         self.mean_w = power_w if self.mean_w is None else self.mean_w + weight * (power_w - self.mean_w)
         step = dt_s / self._tuning.power_trim_s
         if energy_known:
             self.duty = 1.0
-            spare = (bound_w - self.mean_w) / bound_w if bound_w else 0.0
+            spare = (bound_w - power_w) / bound_w if bound_w else 0.0
             self.trim = min(max(self.trim + step * spare, self._tuning.least_trim), 1.0)
         elif self.cap_w is not None:
             self.trim = 1.0

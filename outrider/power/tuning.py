@@ -45,14 +45,16 @@ class Tuning:
     idle cores run slow too. `ambient_c` stands for ambient unless the readings of the first
     `ambient_window_s` are at most `cool_c`.
 
-    `trip_margin_c` is kept from a device's limit (a profile's limit is to be kept, not a trip point). Where neither user nor device names a limit,
-    `assumed_die_limit_c` and `assumed_skin_limit_c` stand in; a guess never raises the level above warm.
-    `target_margin_c` is kept from a limit, so that noise and overshoot do not cross it.
+    `trip_margin_c` is kept from a device's limit (a profile's limit is to be kept, no trip point). Where neither
+    user nor device names a limit, `assumed_die_limit_c` and `assumed_skin_limit_c` stand in; a guess never
+    raises the level above warm. `target_margin_c` is kept from a limit, so that noise and overshoot do not
+    cross it.
 
     Without a thermal model the power budget falls from `boost` times the sustained power at `warm_at` to the
     sustained power at h = 1, as the kernel's power allocator does; above the target it falls by `per_c` of it
-    for each °C. `die` and `skin` hold the two temperatures. A thermal model is shown a reading and
-    asked for the time to the limit every `model_period_s`. From the level `saving_level` on (0 nominal .. 3 critical, 4 never) the objective is energy.
+    for each °C. `die` and `skin` hold the two temperatures. A thermal model is shown a reading and asked for
+    the time to the limit every `model_period_s`. From the level `saving_level` on (0 nominal .. 3 critical,
+    4 never) the objective is energy.
 
     Without energy figures hot drafts at most `hot_share` of the cool k, critical at most `critical_k`.
     `least_duty` is the least share of time worked; critical without a regulator works `critical_duty`.
@@ -99,8 +101,8 @@ class Tuning:
     least_duty: float = 0.05
     critical_duty: float = 0.6
     power_average_s: float = 2.0
-    power_trim_s: float = 4.0
-    least_trim: float = 0.7
+    power_trim_s: float = 3.0
+    least_trim: float = 0.5
     longest_gap_s: float = 5.0
     memory_reserve_mb: float = 128.0
     memory_return_mb: float = 256.0

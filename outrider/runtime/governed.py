@@ -43,7 +43,7 @@ class Governed:
         self.pacer = pacer
         self.directive: Directive | None = None  # of this round
         self._drafters, self._clock, self._sleep = drafters, clock, sleep
-        self._static_w = 0.0
+        self._static_w = self._dynamic_w = 0.0
         self._failed = False
         self._retry_s = float("-inf")
 
@@ -52,8 +52,7 @@ class Governed:
         if self.pacer is None:
             return None
         try:
-            energy = planner.energy = self.pacer.energy(planner.costs.verify_s)
-            self._static_w = energy.static_w if energy is not None else 0.0
+            self._price(planner)
             directive = self.pacer.directive(planner.costs)
         except Exception as error:  # a governor must not cost anyone their text
             directive = self._fail(error)
@@ -88,12 +87,23 @@ class Governed:
         if directive is None or self.pacer is None:
             return 0.0
         rest_s = worked_s * (1.0 / directive.duty - 1.0)
-        power_w = self.pacer.state.power_w
-        if directive.power_w is not None and power_w is not None and power_w > directive.power_w:
+        if directive.power_w is not None:
+            measured_w = max(self.pacer.state.power_w or 0.0, self.pacer.odd_w) - self._static_w
+            dynamic_j = worked_s * max(measured_w, self._dynamic_w)
             spare_w = directive.power_w - self._static_w
-            over_s = worked_s * (power_w - directive.power_w) / spare_w if spare_w > 0.0 else LONGEST_PACE_S
-            rest_s = max(rest_s, over_s)
+            rest_s = max(rest_s, dynamic_j / spare_w - worked_s if spare_w > 0.0 else LONGEST_PACE_S)
         return min(rest_s, LONGEST_PACE_S)
+
+    def _price(self, planner: Planner) -> None:
+        """Tell the planner what rounds cost in joules, and note the most that work draws."""
+        if self.pacer is None:
+            return
+        verify_s = planner.costs.verify_s
+        planner.energy = energy = self.pacer.energy(verify_s)
+        if energy is not None:
+            self._static_w = energy.static_w
+            powers = (energy.verify_j[w] / s for w, s in verify_s.items() if s > 0.0 and w in energy.verify_j)
+            self._dynamic_w = max(powers, default=0.0)
 
     def _look(self) -> None:
         if self.pacer is None:

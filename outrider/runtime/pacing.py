@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from outrider.contracts import Clock, Costs, Energy
+from outrider.contracts import Clock, Costs, Energy, Reading
 from outrider.power.energy import Activity
 from outrider.power.governor import Directive, Governor
+from outrider.power.monitor import choose_power
 from outrider.power.state import State
 from outrider.runtime.decision_log import DecisionLog
 
@@ -38,6 +39,15 @@ class EnergyEstimate(Protocol):
     def energy(self, widths: Sequence[int]) -> Energy | None:
         """Joules of rounds; None until enough is known."""
         ...
+
+
+class _Sample(NamedTuple):
+    """Of a power source: when it was read, watts, its counter where it has one, its name."""
+
+    time_s: float
+    power_w: float
+    counter_j: float | None
+    source: str
 
 
 @dataclass
@@ -77,11 +87,13 @@ class Pacer:
         self.state = State(float("-inf"))
         self._clock, self._least_s = clock, least_s
         self._looked_s = float("-inf")
+        self.odd_w = 0.0  # what chunks of prompts drew lately
         self._ratio: float | None = None  # of the clock, when joules were last learned afresh
         self._clock_s = float("-inf")  # when that was
         self._energy: Energy | None = None
         self._widths: tuple[int, ...] = ()
         self._fresh = True  # the energy model has learnt since it was last asked
+        self._sample: _Sample | None = None
         self._work = Work()
         self._joules = 0.0
 
@@ -117,18 +129,48 @@ class Pacer:
             if looked_s - self._looked_s < self._least_s:
                 return self.state
             self._looked_s = looked_s
-        before, now = self.state, self.monitor.poll()
-        self.state = now
-        self._see_clock(now)
-        dt_s = now.time_s - before.time_s
-        if now.power_w is None or before.power_w is None or not 0.0 <= dt_s <= LONGEST_WINDOW_S:
-            self._work, self._joules = Work(), 0.0
-            return now
-        self._joules += 0.5 * (before.power_w + now.power_w) * dt_s
-        self._work.seconds += dt_s
-        if self._work.seconds >= WINDOW_S:
-            self._teach()
-        return now
+        self.state = state = self.monitor.poll()
+        self._see_clock(state)
+        self._integrate(self._sample_of(state))
+        return state
+
+    def _sample_of(self, state: State) -> _Sample | None:
+        """The newest figure of the power source that the state goes by, with the time when it was true."""
+        if state.power_w is None:
+            return None
+        told = getattr(self.monitor, "readings", None)
+        readings: Sequence[Reading] = told() if told is not None else ()
+        power = choose_power(readings)
+        if power is None or power.value is None:
+            return _Sample(state.time_s, state.power_w, None, "")
+        counters = (r.value for r in readings if r.source == power.source and r.quantity == "energy")
+        return _Sample(power.time_s, power.value, next(counters, None), power.source)
+
+    def _integrate(self, sample: _Sample | None) -> None:
+        """Add the joules since the last sample: a counter's difference, else the power that led up to this one."""
+        before, self._sample = self._sample, sample
+        dt_s = sample.time_s - before.time_s if sample and before else -1.0
+        if (
+            sample is None
+            or before is None
+            or sample.source != before.source
+            or not 0.0 <= dt_s <= LONGEST_WINDOW_S
+        ):
+            self._restart()
+        elif dt_s > 0.0:
+            counted = before.counter_j is not None and sample.counter_j is not None
+            joules = (
+                (sample.counter_j or 0.0) - (before.counter_j or 0.0) if counted else sample.power_w * dt_s
+            )
+            self._joules += max(joules, 0.0)
+            if self._work.odd:
+                self.odd_w = max(0.8 * self.odd_w, sample.power_w)
+            self._work.seconds += dt_s
+            if self._work.seconds >= WINDOW_S:
+                self._teach()
+
+    def _restart(self) -> None:
+        self._work, self._joules = Work(), 0.0
 
     def _see_clock(self, state: State) -> None:
         """Joules that were learned at another clock count little."""
@@ -140,12 +182,12 @@ class Pacer:
             if forget is not None:
                 forget()
                 self._clock_s, self._fresh = state.time_s, True
-                self._work, self._joules = Work(), 0.0
+                self._restart()
         self._ratio = ratio
 
     def _teach(self) -> None:
         work, joules = self._work, self._joules
-        self._work, self._joules = Work(), 0.0
+        self._restart()
         if self.energy_model is not None and not work.odd and work.seconds <= LONGEST_WINDOW_S:
             self.energy_model.observe(Activity(work.seconds, work.verify, work.draft), joules)
             self._fresh = True

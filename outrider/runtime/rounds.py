@@ -232,15 +232,15 @@ class Engine:
         while finish is None:
             if run.ticket != self._ticket:
                 raise UsageError("another generation has started on this engine; this one cannot go on")
-            begin = self._clock()
+            begin, priced = self._clock(), bool(self.planner.costs.verify_s)
             result = self._round(run)
             finish = result.finish_reason
             ended = self._clock()
-            pace_s = result.plan.pace_s
             if run.stats.rounds == 1:
                 run.stats.ttft_s = ended - started
                 run.stats.first_tokens = len(result.tokens)
-                pace_s = self._governed.rest_s(ended - begin)
+                priced = False  # it held a chunk of the prompt
+            pace_s = result.plan.pace_s if priced else self._governed.rest_s(ended - begin)
             yield result
             if finish is None:
                 run.stats.paced_s += self._governed.pause(pace_s, ended)
