@@ -100,6 +100,15 @@ def test_a_source_that_says_why_it_has_no_value_is_unknown_not_stale() -> None:
     assert (state.die_c, state.stale) == (None, ())
 
 
+def test_the_order_of_readings_does_not_matter() -> None:
+    """A first word without value, before the value, takes nothing back."""
+    early, value, late = heat(None, time_s=1.0), heat(50, time_s=2.0), heat(None, time_s=3.0)
+    for order in ([early, value], [value, early]):
+        assert distill(order, 10.0).stale == ("temperature",)
+    for order in ([early, value, late], [late, value, early], [late, early, value]):
+        assert distill(order, 10.0).stale == ()
+
+
 def test_a_reading_from_the_future_does_not_stay_fresh_for_ever() -> None:
     assert distill([heat(50, time_s=1000.0)], 10.0).die_c is None
 

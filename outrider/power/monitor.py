@@ -79,14 +79,13 @@ def distill(readings: Iterable[Reading], now_s: float, periods: Mapping[str, flo
     """
     readings = list(readings)
     newest = _newest(readings)
-    withdrawn = {(r.source, r.quantity): r.time_s for r in readings if not plausible(r)}
     periods = periods or {}
     fresh = [
         reading
         for reading in newest.values()
         if abs(now_s - reading.time_s) <= STALE_PERIODS * periods.get(reading.source, DEFAULT_PERIOD_S) + 1e-9
     ]
-    silent = {q for (source, q), r in newest.items() if withdrawn.get((source, q), -math.inf) < r.time_s}
+    silent = {quantity for _, quantity in newest.keys() - _withdrawn(readings, newest)}
     by = {quantity: [r for r in fresh if r.quantity == quantity] for quantity in _RANGES}
     power = choose_power(by["power"])
     charging = _largest(by["charging"])
@@ -135,6 +134,12 @@ def _newest(readings: Iterable[Reading]) -> dict[Key, Reading]:
         if plausible(reading) and (key not in newest or reading.time_s >= newest[key].time_s):
             newest[key] = reading
     return newest
+
+
+def _withdrawn(readings: Iterable[Reading], newest: Mapping[Key, Reading]) -> set[Key]:
+    """What has been said to be unknown since its newest value."""
+    keys = (((r.source, r.quantity), r.time_s) for r in readings if not plausible(r))
+    return {key for key, time_s in keys if key in newest and time_s >= newest[key].time_s}
 
 
 def _values(readings: Iterable[Reading], scopes: tuple[str, ...] | None = None) -> list[float]:
@@ -255,6 +260,7 @@ class Monitor:
         self._holds_until_s = -math.inf
         self._rates = _Rates()
         self._lock = threading.Lock()
+        self._watch = threading.Lock()  # held by the one that gives up on a blocked read
         self._stop = threading.Event()
         self._sleep = sleep or self._stop.wait
         self._thread: threading.Thread | None = None
@@ -412,14 +418,14 @@ class Monitor:
 
     def _supervise(self) -> None:
         """Give up on a read that holds the thread, and go on in a new one."""
-        reading = self._reading
-        if self._thread is None or reading is None or threading.current_thread() is self._thread:
+        if self._thread is None or threading.current_thread() is self._thread:
             return
-        slot, began_s = reading
-        if self._clock() - began_s < BLOCKED_S or slot.blocked:
-            return
-        slot.blocked = True
-        self._reading = None
+        with self._watch:
+            reading = self._reading
+            if reading is None or self._clock() - reading[1] < BLOCKED_S:
+                return
+            slot, self._reading = reading[0], None
+            slot.blocked = True
         report = self._report(slot, f"no answer within {BLOCKED_S:g} s; it is not asked before it answers")
         self._keep([report], slot)
         self._tell([report])
