@@ -115,7 +115,8 @@ class Governed:
 
     def _fail(self, error: Exception) -> Directive:
         if not self._failed:
-            _log.warning("the governor failed and is ignored until it recovers: %r", error, exc_info=error)
+            _log.warning("the governor failed and is ignored until it recovers: %r", error)
+            _log.debug("where it failed", exc_info=error)
             self._failed = True
         return FALLBACK
 
