@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import outrider
-from outrider.errors import UsageError
+from outrider.errors import ContextError, UsageError
 from outrider.runtime import bench as module
 from outrider.runtime.bench import (
     BenchRow,
@@ -130,6 +130,70 @@ def test_an_answer_too_short_to_time_makes_no_figures(monkeypatch: pytest.Monkey
     rates = {"plain": [10.0, 10.0], "model k=2": [None, 5.0]}
     found, _ = measure(monkeypatch, rates, repeats=2, texts={"model k=2": (1, 2)})
     assert (found[1].n, found[1].speedup, found[1].identical_text) == (1, 0.5, False)
+
+
+def spoken(pipeline: Any) -> list[list[str]]:
+    """What every chat from now on is asked, message by message."""
+    heard: list[list[str]] = []
+    original = pipeline.chat
+
+    def chat(messages: Any, **options: Any) -> Any:
+        heard.append([message["content"] for message in messages])
+        return original(messages, **options)
+
+    pipeline.chat = chat
+    return heard
+
+
+def test_turns_are_a_conversation_with_the_model_s_own_answers(float_bundle: Path) -> None:
+    prompt = Prompt("two", ("Say it.", "And again."))
+    with outrider.load(float_bundle, threads=1) as pipeline:
+        first = pipeline.chat([{"role": "user", "content": "Say it."}], k=0, max_tokens=12)
+        heard = spoken(pipeline)
+        rows = bench(pipeline, [prompt], [Setting("model", 3)], max_tokens=12)
+    conversation = [["Say it."], ["Say it.", first.text, "And again."]]
+    assert heard == conversation * 2
+    assert rows[1].identical_text is True
+    assert rows[1].acceptance == 1.0
+    assert rows[0].tokens_per_round == 1.0
+
+
+def test_every_setting_sees_the_plain_run_s_answers(float_bundle: Path) -> None:
+    """Also where its own answer differs: figures are paired over the same prompts."""
+    prompt = Prompt("two", ("Say it.", "And again."))
+    with outrider.load(float_bundle, threads=1) as pipeline:
+        heard = spoken(pipeline)
+        plain = module.Answers(("what plain said",), (1, 2), Stats())
+        answers = module._run(pipeline, prompt, Setting("lookup", 2), 8, None, plain)
+    assert heard[1] == ["Say it.", "what plain said", "And again."]
+    assert len(answers.texts) == 2
+    assert answers.stats.output_tokens == len(answers.tokens)
+
+
+def test_without_a_template_the_turns_and_answers_are_one_text(float_bundle: Path) -> None:
+    prompts: list[str] = []
+    with outrider.load(float_bundle, threads=1) as pipeline:
+        pipeline.template = None
+        original = pipeline.generate
+
+        def generate(text: Any, **options: Any) -> Any:
+            prompts.append(text)
+            return original(text, **options)
+
+        pipeline.generate = generate  # type: ignore[method-assign]
+        answers = module._run(pipeline, Prompt("two", ("One", "Two")), Setting(None, 0), 4, None)
+    assert prompts == ["One", f"One{answers.texts[0]}\n\nTwo"]
+
+
+def test_a_later_turn_that_does_not_fit_is_left_out_and_logged(
+    float_bundle: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with outrider.load(float_bundle, threads=1) as pipeline:
+        answers = module._run(pipeline, Prompt("long", ("Hi.", "x " * 400)), Setting(None, 0), 8, None)
+        with pytest.raises(ContextError):
+            module._run(pipeline, Prompt("long", ("x " * 400,)), Setting(None, 0), 8, None)
+    assert len(answers.texts) == 1
+    assert "long: turns from 2 on are left out" in caplog.text
 
 
 def test_progress_counts_prompts_and_repeats(float_bundle: Path) -> None:

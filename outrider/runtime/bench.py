@@ -9,13 +9,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outrider.errors import UsageError
+from outrider.errors import ContextError, UsageError
+from outrider.runtime.stats import Stats
 
 if TYPE_CHECKING:
     from outrider.contracts import Sampling
@@ -32,6 +34,7 @@ __all__ = [
     "load_prompts",
 ]
 
+_log = logging.getLogger(__name__)
 
 FIELDS = ("fuel", "toll", "repair", "wash", "tyre", "parking", "insurance", "tax")
 
@@ -162,25 +165,48 @@ def bench(
     sampling: Sampling | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[BenchRow]:
-    """Decode every prompt under every setting, plain first, and return one row a setting and category."""
+    """Decode every prompt under every setting, plain first, and return one row a setting and category.
+
+    The turns of a prompt are a conversation, as in Spec-Bench (Xia et al., arXiv 2401.07851); its rate is that
+    of all its answers together.
+    """
     plan = [Setting(None, 0), *(s for s in settings if s.drafter is not None)]
     samples: dict[tuple[str, Setting], _Samples] = {}
     for done, (prompt, repeat) in enumerate([(p, r) for p in prompts for r in range(repeats)]):
-        plain: Result | None = None
+        plain: Answers | None = None
         order = plan if repeat % 2 == 0 else [plan[0], *reversed(plan[1:])]
         for setting in order:
-            result = _run(pipeline, prompt, setting, max_tokens, sampling)
-            plain = plain or result
+            answers = _run(pipeline, prompt, setting, max_tokens, sampling, plain)
+            plain = plain or answers
             cell = samples.setdefault((prompt.category, setting), _Samples([], []))
-            _record(cell, result, plain)
+            _record(cell, answers, plain)
         if progress:
             progress(done + 1, len(prompts) * repeats)
     return _rows(samples, plan)
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What one run made of a prompt: the answer to every turn, and the turns' counters added up."""
+
+    texts: tuple[str, ...]
+    tokens: tuple[int, ...]
+    stats: Stats
+
+
 def _run(
-    pipeline: Pipeline, prompt: Prompt, setting: Setting, max_tokens: int, sampling: Sampling | None
-) -> Result:
+    pipeline: Pipeline,
+    prompt: Prompt,
+    setting: Setting,
+    max_tokens: int,
+    sampling: Sampling | None,
+    plain: Answers | None = None,
+) -> Answers:
+    """Answer the turns one after another as a conversation, the KV cache kept between them.
+
+    The history holds the answers of the `plain` run, so that every setting sees the same prompts even where a
+    near-tie made its own answer another one. A later turn that does not fit the context is left out.
+    """
     pipeline.reset()
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -188,15 +214,45 @@ def _run(
         "k": setting.k,
         "drafter": setting.drafter or "auto",
     }
+    results: list[Result] = []
+    for turn in range(len(prompt.turns)):
+        said = plain.texts if plain else [result.text for result in results]
+        try:
+            results.append(_answer(pipeline, prompt, said[:turn], options))
+        except ContextError as error:
+            if turn == 0:
+                raise
+            _log.warning("%s: turns from %d on are left out: %s", prompt.category, turn + 1, error)
+            break
+    tokens = tuple(token for result in results for token in result.tokens)
+    return Answers(tuple(result.text for result in results), tokens, _added([r.stats for r in results]))
+
+
+def _answer(pipeline: Pipeline, prompt: Prompt, said: Sequence[str], options: Mapping[str, Any]) -> Result:
+    """The answer to the turn that follows what was `said`; without a template the texts are joined."""
+    turns = prompt.turns[: len(said) + 1]
     if prompt.raw or pipeline.template is None:
-        return pipeline.generate(prompt.turns[0], **options)
-    return pipeline.chat([{"role": "user", "content": prompt.turns[0]}], **options)
+        spoken = [f"{turn}{answer}" for turn, answer in zip(turns, said, strict=False)]
+        return pipeline.generate("\n\n".join([*spoken, turns[-1]]), **options)
+    messages = [{"role": "user", "content": turns[0]}]
+    for answer, turn in zip(said, turns[1:], strict=True):
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    return pipeline.chat(messages, **options)
 
 
-def _record(cell: _Samples, result: Result, plain: Result) -> None:
-    stats = result.stats
+def _added(parts: Sequence[Stats]) -> Stats:
+    """The counters and seconds of several generations as those of one."""
+    total = Stats()
+    for name, start in vars(Stats()).items():
+        if isinstance(start, int | float):
+            setattr(total, name, sum(getattr(part, name) for part in parts))
+    return total
+
+
+def _record(cell: _Samples, answers: Answers, plain: Answers) -> None:
+    stats = answers.stats
     cell.near_ties += stats.near_ties
-    cell.identical &= list(result.tokens) == list(plain.tokens)
+    cell.identical &= list(answers.tokens) == list(plain.tokens)
     rate = stats.decode_tokens_per_s
     if rate is None:
         return
@@ -206,7 +262,7 @@ def _record(cell: _Samples, result: Result, plain: Result) -> None:
     cell.evaluated += stats.evaluated
     cell.accepted += stats.accepted
     cell.rounds += stats.rounds
-    cell.tokens += len(result.tokens)
+    cell.tokens += len(answers.tokens)
 
 
 def _rows(samples: dict[tuple[str, Setting], _Samples], plan: Sequence[Setting]) -> list[BenchRow]:
