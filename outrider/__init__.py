@@ -29,11 +29,13 @@ from outrider.errors import (
 
 if TYPE_CHECKING:
     from outrider.contracts import Sampling
+    from outrider.runtime.aio import AsyncPipeline
     from outrider.runtime.load import load
     from outrider.runtime.pipeline import Chunk, Pipeline, Result
     from outrider.runtime.stats import Stats
 
 __all__ = [
+    "AsyncPipeline",
     "BackendError",
     "BundleError",
     "CheckpointError",
@@ -54,6 +56,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncPipeline": "outrider.runtime.aio",
     "Chunk": "outrider.runtime.pipeline",
     "Pipeline": "outrider.runtime.pipeline",
     "Result": "outrider.runtime.pipeline",

@@ -57,7 +57,7 @@ def test_every_error_of_the_tree_is_offered() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(AttributeError, match="public names: BackendError"):
+    with pytest.raises(AttributeError, match="public names: AsyncPipeline"):
         outrider.lod  # noqa: B018
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outrider.manifest import Manifest
     from outrider.runtime.load import Placement
 
-__all__ = ["Chunk", "FinishReason", "Options", "Pipeline", "Result"]
+__all__ = ["Chunk", "FinishReason", "Options", "Pipeline", "Prompt", "Result", "gather"]
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Prompt = str | Sequence[int]
@@ -152,14 +152,14 @@ class Pipeline:
         `options` are those of `Options`. Raises UsageError for an option that cannot be honoured,
         ContextError when the prompt does not fit.
         """
-        return _gather(self.stream(prompt, **options), options.get("logprobs") is not None)
+        return gather(self.stream(prompt, **options), options.get("logprobs") is not None)
 
     def stream(self, prompt: Prompt, **options: Any) -> Generator[Chunk, None, None]:
         """Continue a text chunk by chunk, never splitting a character; the texts add up to `generate`'s.
 
         Closing the iterator cancels and leaves the KV cache valid for the next call.
         """
-        self._refuse_closed()
+        self.refuse_closed()
         settings = Options.parse(options)
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         return self._start(tokens, settings)
@@ -174,7 +174,7 @@ class Pipeline:
     ) -> Result:
         """Answer a conversation by the model's chat template; otherwise as `generate`."""
         chunks = self.chat_stream(messages, tools=tools, template_variables=template_variables, **options)
-        return _gather(chunks, options.get("logprobs") is not None)
+        return gather(chunks, options.get("logprobs") is not None)
 
     def chat_stream(
         self,
@@ -201,7 +201,7 @@ class Pipeline:
 
     def reset(self) -> None:
         """Forget the conversation: the next prompt is run from its first token."""
-        self._refuse_closed()
+        self.refuse_closed()
         self.engine.reset()
 
     def close(self) -> None:
@@ -220,7 +220,8 @@ class Pipeline:
     ) -> None:
         self.close()
 
-    def _refuse_closed(self) -> None:
+    def refuse_closed(self) -> None:
+        """Raise UsageError after `close`."""
         if self._closed:
             raise UsageError("this pipeline is closed; load the bundle again")
 
@@ -283,7 +284,8 @@ def _add(transcript: Transcript, result: Round) -> FinishReason | None:
     return "stop" if cut else result.finish_reason
 
 
-def _gather(chunks: Iterable[Chunk], with_logprobs: bool) -> Result:
+def gather(chunks: Iterable[Chunk], with_logprobs: bool) -> Result:
+    """The whole generation that a stream's chunks add up to."""
     parts = list(chunks)
     last = parts[-1]
     if last.finish_reason is None or last.stats is None:
