@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -224,3 +226,41 @@ def test_a_measured_profile_wins_when_it_is_asked_for_by_name(
     write_device(profile, user_profile_path("raspberry-pi-5"))
     assert load_device("raspberry-pi-5").idle_w == profile.idle_w
     assert shipped_device("raspberry-pi-5").idle_w == 1.55
+
+
+def test_the_command_measures_a_bundle_and_keeps_the_profile(
+    float_bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_main: Callable[..., tuple[int, str, str]],
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    code, out, err = run_main(
+        "calibrate", str(float_bundle), "--seconds", "0.1", "--rest", "0.1", "--device", "mine"
+    )
+    assert code == 0, err
+    assert str(user_profile_path("mine")) in out
+    assert "target forward of  9" in out
+    profile = load_device("mine")
+    assert "bundle bundle" in profile.units["cpu"].bandwidth_gb_s.source
+    assert "measured, outrider calibrate, " in profile.units["cpu"].bandwidth_gb_s.source
+    assert profile.thermal.case_tau_s.assumed
+
+
+def test_the_command_writes_where_it_is_told(
+    float_bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_main: Callable[..., tuple[int, str, str]],
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    words = ("calibrate", str(float_bundle), "--seconds", "0.1", "--rest", "0.1")
+    code, out, err = run_main(*words, "-o", str(tmp_path / "mine.toml"), "--json")
+    assert code == 0, err
+    record = json.loads(out)
+    assert record["profile"] == str(tmp_path / "mine.toml")
+    assert record["calibration"]["bandwidth_gb_s"] > 0
+    assert load_device(tmp_path / "mine.toml").kind == "host"
+    assert not (tmp_path / "home").exists()
+    assert run_main(*words, "-o", str(tmp_path / "mine.json"))[0] == 2
+    assert run_main(*words, "--device", "../mine")[0] == 2

@@ -66,9 +66,9 @@ def command(
     base = _base(device)
     bar = ProgressBar()
     with open_pipeline(bundle, options) as pipeline:
-        found = _measure(pipeline, bundle, Plan(rest, seconds), bar)
         assert pipeline.manifest is not None
         cost = model_cost(pipeline.manifest.roles["target"].by_preference()[0])
+        found = _measure(pipeline, bundle, Plan(rest, seconds), bar)
     bar.close()
     profile = measured_profile(found, base, cost)
     path = write_device(profile, output or user_profile_path(base.slug), f"{base.name}; {found.source}.")

@@ -79,7 +79,8 @@ TARGET_COST = ModelCost(1.220e9, 3.09e9, 57_344, 1483)
 DRAFT_COST = ModelCost(0.505e9, 0.99e9, 24_576, 658)
 """The same of Qwen2.5-Coder-0.5B."""
 
-_BITS = {"int4": 4.5, "int8": 8.5, "float16": 16.0, "float32": 32.0}  # a weight, with its scales
+_BITS = {"int4": 4.5, "int8": 8.5, "fp16": 16.0, "fp32": 32.0, "carry": 5.0}
+"""Bits a weight with its scales, by how a recipe's name begins; `carry` as in common 4-bit GGUF files."""
 
 
 def model_cost(entry: GraphEntry) -> ModelCost:
