@@ -18,7 +18,9 @@ from click.testing import CliRunner, Result
 
 import outrider
 from outrider.cli import COMMANDS, cli
+from outrider.contracts import Reading
 from outrider.manifest import verify
+from outrider.power.telemetry import TelemetryWriter
 
 FOX = "the quick brown fox jumps over"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -127,6 +129,12 @@ def test_a_mistake_is_one_line_with_its_exit_code(
         (["-p", "x", "--target-provider", "Cuda"], "unknown execution provider 'Cuda'; known: "),
         (["-p", "x", "--no-draft", "--draft-provider", "CPUExecutionProvider"], "draft_providers was given"),
         (["-p", "x", "--trace", "nowhere/trace.jsonl"], "cannot be written"),
+        (["-p", "x", "--power-cap", "-4"], "power_cap_w is -4.0"),
+        (["-p", "x", "--temp-limit", "7"], "temp_limit_c is 7.0"),
+        (["-p", "x", "--battery-floor", "101"], "battery_floor_percent is 101.0"),
+        (["-p", "x", "--device", "toaster"], "toaster"),
+        (["-p", "x", "--no-governor", "--temp-limit", "70"], "governor is off, but temp_limit_c was given"),
+        (["-p", "x", "--governor-log", "nowhere/log.jsonl"], "cannot be written"),
     ],
 )
 def test_an_option_that_cannot_be_honoured_is_refused(
@@ -207,6 +215,21 @@ def test_generate_json_is_the_whole_result(quantized_bundle: Path) -> None:
     assert len(record["logprobs"][0]["top"]) == 2
     assert record["stats"]["output_tokens"] == len(record["tokens"])
     assert json.loads(invoke(*words).stdout)["logprobs"] is None
+
+
+def test_generate_under_recorded_heat_gives_the_same_text_and_a_decision_log(
+    quantized_bundle: Path, tmp_path: Path
+) -> None:
+    with TelemetryWriter(tmp_path / "hot.jsonl") as writer:
+        for i in range(100):
+            writer([Reading("die", "temperature", 69.9, "die", "instant", 0.5 * i)])
+    words = ["generate", str(quantized_bundle), "-p", FOX, "-n", "24", "--threads", "1"]
+    heat = ["--telemetry", str(tmp_path / "hot.jsonl"), "--temp-limit", "70", "--objective", "energy"]
+    done = invoke(*words, *heat, "--governor-log", str(tmp_path / "log.jsonl"))
+    assert done.stdout == invoke(*words, "--no-governor").stdout
+    header, first, *_ = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert (header["kind"], header["policy"]["objective"]) == ("governor", "energy")
+    assert first["directive"]["level"] == "hot"
 
 
 def test_generate_writes_a_trace(quantized_bundle: Path, tmp_path: Path) -> None:

@@ -255,3 +255,78 @@ def test_a_file_that_onnxruntime_cannot_read_is_passed_over_with_its_reason(bund
         outrider.load(bundle, target_providers=["NoProvider"])
     with pytest.raises(UsageError, match="provider options for 'Other', which is not among CPUExecution"):
         outrider.load(bundle, target_provider_options={"Other": {}})
+
+
+def heat_trace(path: Path, *temps: float) -> Path:
+    """A telemetry trace of one thermometer, a reading every half second."""
+    from outrider.contracts import Reading
+    from outrider.power.telemetry import TelemetryWriter
+
+    with TelemetryWriter(path) as writer:
+        for i, temp in enumerate(temps):
+            writer([Reading("die", "temperature", temp, "die", "instant", 0.5 * i)])
+    return path
+
+
+def test_heat_and_caps_change_drafts_and_pauses_and_never_the_text(bundle: Path, opened: Opened) -> None:
+    options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "seed": 3, "temperature": 0.9}
+    trace = heat_trace(bundle / "hot.jsonl", *[69.9] * 100)
+    with outrider.load(bundle, governor=False) as pipeline:
+        free = pipeline.generate("the fox", **options)
+    with outrider.load(bundle, temp_limit_c=70.0, telemetry=trace, governor_log=bundle / "log") as pipeline:
+        held = pipeline.generate("the fox", **options)
+    assert held.tokens == free.tokens
+    assert free.stats.level is None
+    assert held.stats.level == "hot"
+    assert held.stats.paced_s > 0.0
+    assert '"kind":"governor"' in (bundle / "log").read_text()
+
+
+def test_a_draft_beyond_the_memory_limit_is_left_out_and_a_target_is_refused(
+    bundle: Path, opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    with outrider.load(bundle, memory_limit_mb=1.0) as pipeline:
+        assert pipeline.drafters == ("lookup", "model")
+    edit(bundle, lambda m: {"roles": {name: big(role) for name, role in m.roles.items()}})
+    with outrider.load(bundle, memory_limit_mb=3.0) as pipeline:
+        assert pipeline.drafters == ("lookup",)
+    assert "left out" in caplog.text
+    with pytest.raises(UsageError, match=r"memory_limit_mb is 1\.5, but the target alone takes 2 MB"):
+        outrider.load(bundle, memory_limit_mb=1.5)
+
+
+def big(role: RoleEntry) -> RoleEntry:
+    """The same graph with a cache of some 2 MB."""
+    return RoleEntry(tuple(replace(graph, kv=replace(graph.kv, head_dim=1250)) for graph in role.graphs))
+
+
+def test_a_draft_that_memory_pressure_drove_out_is_opened_again(bundle: Path, opened: Opened) -> None:
+    with outrider.load(bundle, governor=False) as pipeline:
+        drafter: Any = pipeline.engine.drafters["model"]
+        before = pipeline.generate("the fox", max_tokens=20, ignore_eos=True, drafter="model", k=3)
+        drafter.release()
+        away = pipeline.generate("the fox", max_tokens=20, ignore_eos=True, drafter="model", k=3)
+        drafter.restore()
+        back = pipeline.generate("the fox", max_tokens=20, ignore_eos=True, drafter="model", k=3)
+    assert before.tokens == away.tokens == back.tokens
+    assert (away.stats.drafted, back.stats.drafted > 0) == (0, True)
+    assert [path for path, _, _ in opened] == ["target.bin", "draft.bin", "draft.bin"]
+    assert all(graph.closed for _, _, graph in opened)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"power_cap_w": -2.0}, "power_cap_w is -2.0"),
+        ({"temp_limit_c": 1000.0}, "temp_limit_c is 1000.0"),
+        ({"objective": "speed"}, "known: latency, energy, balanced"),
+        ({"governor": False, "temp_limit_c": 70.0}, "governor is off"),
+        ({"device": "toaster"}, "toaster"),
+    ],
+)
+def test_governing_options_that_cannot_be_honoured_are_refused(
+    bundle: Path, opened: Opened, options: Mapping[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        outrider.load(bundle, **options)
+    assert all(graph.closed for _, _, graph in opened)
