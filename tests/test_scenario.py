@@ -1,0 +1,64 @@
+"""Scenarios come from TOML, strictly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import UsageError
+from outrider.targets.device import DEVICES
+from outrider.targets.scenario import SCENARIOS, Scenario, load_scenario, read_scenario
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_shipped_scenario_loads_and_its_device_exists(name: str) -> None:
+    assert load_scenario(name).device in DEVICES
+
+
+def test_a_scenario_is_read_from_toml(tmp_path: Path) -> None:
+    path = tmp_path / "walk.toml"
+    path.write_text(
+        'device = "tensor-g4"\nduration_s = 600.0\ncategory = "code"\n'
+        '[[events]]\nat_s = 60.0\nambient_c = 35.0\n[[events]]\nat_s = 90.0\ncategory = "prose"\nask = false\n'
+    )
+    scenario = read_scenario(path)
+    assert (scenario.name, scenario.ambient_c, len(scenario.events)) == ("walk", 25.0, 2)
+    assert [scenario.category_at(t) for t in (0.0, 89.0, 90.0)] == ["code", "code", "prose"]
+    assert [scenario.asked_at(t) for t in (0.0, 100.0)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('device = "x"', r"walk\.toml: duration_s is missing"),
+        ('device = "x"\nduration_s = -1.0', r"duration_s is -1\.0; expected 0\.001"),
+        (
+            'device = "x"\nduration_s = 1.0\nambience = 3',
+            r"ambience is an unknown field; known: name, device",
+        ),
+        ('device = "x"\nduration_s = 1.0\nobjective = "speed"', r"objective 'speed' is not known"),
+        (
+            'device = "x"\nduration_s = 9.0\n[[events]]\nat_s = 1.0\nbandwidth_taken = 2.0',
+            r"bandwidth_taken is 2\.0",
+        ),
+        (
+            'device = "x"\nduration_s = 9.0\n[[events]]\nat_s = 5.0\n[[events]]\nat_s = 1.0',
+            r"put them in order",
+        ),
+        ("device = ", r"walk\.toml is not valid TOML"),
+    ],
+)
+def test_a_faulty_scenario_names_file_and_field(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "walk.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_scenario(path)
+
+
+def test_an_unknown_scenario_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="unknown scenario 'nap'; known: "):
+        load_scenario("nap")
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_scenario("nowhere.toml")
+    assert Scenario("x", "host", 1.0).category_at(0.5) is None
