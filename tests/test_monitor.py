@@ -156,7 +156,7 @@ def test_charging_is_a_fact_or_unknown() -> None:
 
 
 TRUST = [
-    ("module", "instant"), ("soc", "counter"), ("package", "counter"), ("rail", "instant"), ("battery", "instant"),
+    ("module", "instant"), ("soc", "counter"), ("package", "counter"), ("battery", "instant"),
     ("module", "estimated"), ("module", "simulated"),
 ]  # fmt: skip
 
@@ -169,6 +169,11 @@ def test_one_power_source_is_chosen_by_trust_and_none_is_added() -> None:
     for index, (scope, method) in enumerate(TRUST):
         state = distill(list(reversed(powers[index:])), 10.0)
         assert (state.power_w, state.power_scope, state.power_method) == (1.0 + index, scope, method)
+
+
+@pytest.mark.parametrize("scope", ["rail", "core", "memory", "die"])
+def test_a_part_is_not_taken_for_the_machine(scope: str) -> None:
+    assert distill([reading("power", 4.0, scope)], 10.0).power_w is None
 
 
 def test_the_choice_between_equals_does_not_flicker() -> None:

@@ -46,16 +46,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "memory_pressure": (0.0, 100.0),
 }
 _DIE_SCOPES = ("die", "package", "core", "soc")
-_POWER_RANKS = {
-    "module": 0,
-    "device": 0,
-    "soc": 1,
-    "package": 2,
-    "rail": 3,
-    "core": 3,
-    "memory": 3,
-    "battery": 4,
-}
+_POWER_RANKS = {"module": 0, "device": 0, "soc": 1, "package": 2, "battery": 4}
 _METHOD_RANKS = {"estimated": 10, "simulated": 20}
 
 log = logging.getLogger(__name__)
@@ -110,16 +101,17 @@ def distill(readings: Iterable[Reading], now_s: float, periods: Mapping[str, flo
 def choose_power(readings: Iterable[Reading]) -> Reading | None:
     """The one power figure to go by: sources are never added, for they overlap.
 
-    Trust falls from the module's or device's input over a package counter and a subset of rails to the
-    battery; estimates come after all that is measured, simulated figures last. Equals: by name, so that the
-    choice does not flicker, the CPU's before a graphics card's. A charging battery does not show the load.
+    Trust falls from the module's or device's input over the chip and a package counter to the battery;
+    estimates come after all that is measured, simulated figures last. Equals: by name, so that the choice does
+    not flicker, the CPU's before a graphics card's. A charging battery does not show the load, and a rail, a
+    core or the memory alone is not the machine: a cap held by it would be no cap.
     """
 
     def rank(reading: Reading) -> tuple[int, bool, str]:
-        trust = _POWER_RANKS.get(reading.scope, 5) + _METHOD_RANKS.get(reading.method, 0)
+        trust = _POWER_RANKS[reading.scope] + _METHOD_RANKS.get(reading.method, 0)
         return trust, reading.source.startswith("nvml"), reading.source
 
-    known = [r for r in readings if r.quantity == "power" and plausible(r)]
+    known = [r for r in readings if r.quantity == "power" and r.scope in _POWER_RANKS and plausible(r)]
     usable = [
         r for r in known if r.value is not None and (r.value > 0 or (r.value == 0 and r.scope != "battery"))
     ]
