@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from outrider.contracts import Costs, Energy, Limits
 from outrider.errors import UsageError
 from outrider.power.governor import Directive, Governor, Level, Policy
 from outrider.power.state import State
 from outrider.power.tuning import Tuning
+from outrider.targets.device import load_device
+from outrider.targets.simulated import Machine, ModelCost, perturbed
 
 TUNING = Tuning()
 TIMES = Costs({1: 0.1, 4: 0.15}, {"model": 0.02})
@@ -396,3 +400,81 @@ def test_time_to_throttle_is_told_while_a_limit_is_approached():
     directives = run(governor, states([40.0 + 0.5 * i for i in range(60)]))
     assert directives[-1].time_to_throttle_s == pytest.approx((80.0 - 69.5) / 0.5, rel=0.05)
     assert run(Governor(Policy(temp_limit_c=80.0)), states([40.0] * 60))[-1].time_to_throttle_s is None
+
+
+figure = st.one_of(st.none(), st.floats(-40.0, 150.0))
+share = st.one_of(st.none(), st.floats(0.0, 1.0))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.floats(-1.0, 100.0),
+            st.builds(
+                dict,
+                die_c=figure,
+                skin_c=figure,
+                headroom=st.one_of(st.none(), st.floats(0.0, 5.0)),
+                throttle=share,
+                clock_ratio=share,
+                power_w=st.one_of(st.none(), st.floats(0.0, 500.0)),
+                battery_percent=st.one_of(st.none(), st.floats(0.0, 100.0)),
+                charging=st.one_of(st.none(), st.booleans()),
+                memory_available_mb=st.one_of(st.none(), st.floats(0.0, 1e5)),
+                memory_pressure_percent=st.one_of(st.none(), st.floats(0.0, 100.0)),
+                stale=st.sampled_from([(), ("temperature",)]),
+            ),
+            st.sampled_from([None, Costs({}), TIMES, JOULES]),
+        ),
+        max_size=30,
+    ),
+    policy=st.sampled_from(
+        [
+            Policy(),
+            Policy("energy", 4.0, 70.0, 20.0),
+            Policy("balanced", power_cap_w=0.5),
+            Policy(memory_limit_mb=100.0),
+        ]
+    ),
+    device=st.sampled_from([None, Board(), Board(skin_limit_c=43.0, sustained_w=None)]),
+)
+def test_whatever_the_sensors_say_a_directive_is_one_that_can_be_kept(steps, policy, device):
+    governor, now_s, level = Governor(policy, device, draft_mb=300.0), 0.0, Level.NOMINAL
+    for step_s, fields, costs in steps:
+        now_s += step_s
+        directive = governor.decide(State(now_s, **fields), costs)
+        assert TUNING.least_duty <= directive.duty <= 1.0
+        assert directive.power_w is None or 0.0 < directive.power_w <= (policy.power_cap_w or 1e6)
+        assert directive.level >= level - 1, "one level down at most"
+        assert directive.reference is None or directive.reference.verify_s
+        assert directive.time_to_throttle_s is None or directive.time_to_throttle_s >= 0.0
+        if costs is None or costs.energy is None:
+            assert directive.k_share == (0.5 if directive.level >= Level.HOT else 1.0)
+            assert directive.k_max == (1 if directive.level == Level.CRITICAL else None)
+        level = directive.level
+
+
+def test_limits_of_a_real_profile_are_held_on_a_machine_that_differs_from_it():
+    """The simulated board of the same name, 15 % off its profile: nothing here is measured."""
+    profile = load_device("raspberry-pi-5")
+    plant = Machine(perturbed(profile, 7), ambient_c=33.0, seed=7)
+    governor, energy = Governor(Policy(temp_limit_c=70.0), profile), Energy(1.9, {1: 0.43, 4: 0.6})
+    costs, work, duty, highest = Costs({1: 0.1, 4: 0.11}, energy=energy), ModelCost(1.2e9, 3e9), 1.0, 0.0
+    joules, then_s, late = plant.energy_j, plant.clock(), []
+    while plant.clock() < 900.0:
+        began_s = plant.clock()
+        plant.execute(plant.device.decode_unit, work.work(3))
+        plant.idle((plant.clock() - began_s) * (1.0 / duty - 1.0))
+        power_w = (plant.energy_j - joules) / (plant.clock() - then_s)
+        joules, then_s = plant.energy_j, plant.clock()
+        state = State(then_s, die_c=plant.temperatures.die_c, power_w=power_w)
+        directive = governor.decide(state, costs)
+        busy_w = 0.55 / 0.11
+        spare_w = (directive.power_w or 99.0) - energy.static_w
+        duty = min(directive.duty, 1.0, max(spare_w / busy_w, 0.05))
+        highest = max(highest, plant.temperatures.die_c)
+        if plant.clock() > 600.0:
+            late.append(plant.temperatures.die_c)
+    assert highest <= 71.0
+    assert min(late) > 68.0

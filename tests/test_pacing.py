@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.contracts import Costs, Energy, Objective, Sampling
+from outrider.contracts import Costs, Energy, Objective, Reading, Sampling
 from outrider.errors import BackendError
 from outrider.power.governor import Directive, Governor, Level, Policy
 from outrider.power.state import State
@@ -450,3 +450,89 @@ def test_energy_figures_reach_the_planner():
     engine = make(pacer, clock)
     list(engine.decode(PROMPT, Request(max_new_tokens=4)))
     assert engine.planner.costs.energy.static_w == 2.0
+
+
+class Meter:
+    """A monitor with readings of its own times: power, and a counter where `counter` gives one."""
+
+    def __init__(self, clock, power, counter=None, source="meter"):
+        self.clock, self.power, self.counter, self.source = clock, power, counter, source
+
+    def _sample_s(self):
+        return float(np.floor(self.clock() * 2.0)) / 2.0  # every half second
+
+    def readings(self):
+        now_s = self._sample_s()
+        found = [Reading(self.source, "power", self.power(now_s), "module", "instant", now_s)]
+        if self.counter is not None:
+            found.append(Reading(self.source, "energy", self.counter(now_s), "module", "counter", now_s))
+        return found
+
+    def poll(self):
+        return State(self.clock(), power_w=self.power(self._sample_s()))
+
+
+def shown(meter, clock, until_s=10.0, before_poll=lambda pacer: None):
+    model = Recorder()
+    pacer = Pacer(meter, Governor(), model)
+    while clock() < until_s:
+        before_poll(pacer)
+        pacer.poll()
+        clock.advance(0.05)
+    return model.shown
+
+
+def test_power_counts_for_the_time_that_led_up_to_it_by_the_sensors_own_clock():
+    clock = VirtualClock()
+    windows = shown(Meter(clock, lambda now_s: 2.0 + now_s), clock)
+    assert [activity.seconds for activity, _ in windows] == [1.0] * len(windows)
+    ends = [0.5 * (2.0 + t - 0.5) + 0.5 * (2.0 + t) for t in range(1, len(windows) + 1)]
+    assert [joules for _, joules in windows] == pytest.approx(ends)
+
+
+def test_a_counter_is_believed_before_the_power_beside_it():
+    clock = VirtualClock()
+    windows = shown(Meter(clock, lambda now_s: 99.0, lambda now_s: 3.0 * now_s), clock)
+    assert [joules for _, joules in windows] == pytest.approx([3.0] * len(windows))
+
+
+def test_a_source_that_changes_or_falls_silent_starts_a_new_window():
+    clock = VirtualClock()
+    meter = Meter(clock, lambda now_s: 4.0)
+
+    def trouble(pacer):
+        meter.source = "other" if clock() > 4.7 else "meter"
+        meter.power = (lambda now_s: None) if 7.6 < clock() < 7.9 else (lambda now_s: 4.0)
+
+    windows = shown(meter, clock, before_poll=trouble)
+    assert all(joules == pytest.approx(4.0 * activity.seconds) for activity, joules in windows)
+    untroubled = VirtualClock()
+    assert len(windows) < len(shown(Meter(untroubled, lambda now_s: 4.0), untroubled))
+
+
+def test_joules_are_forgotten_when_the_clock_has_changed():
+    clock, forgotten = VirtualClock(), []
+    model = Recorder()
+    model.clock_changed = lambda: forgotten.append(clock())
+    ratios = lambda now_s: {"power_w": 4.0, "clock_ratio": 1.0 if now_s < 3.0 else 0.6}  # noqa: E731
+    pacer = Pacer(Monitor(clock, ratios), Governor(), model)
+    while clock() < 20.0:
+        pacer.poll()
+        clock.advance(0.1)
+    assert len(forgotten) == 1
+    assert forgotten[0] == pytest.approx(3.0, abs=0.2)
+
+
+def test_sensors_are_looked_at_no_more_often_than_is_asked():
+    clock, polls = VirtualClock(), []
+
+    class Counting(Monitor):
+        def poll(self):
+            polls.append(clock())
+            return super().poll()
+
+    pacer = Pacer(Counting(clock), Governor(), clock=clock, least_s=0.05)
+    for _ in range(1000):
+        pacer.directive(Costs({1: 0.1}))
+        clock.advance(0.001)
+    assert 18 <= len(polls) <= 21
