@@ -309,7 +309,7 @@ def test_an_old_bundle_is_put_back_when_the_new_one_cannot_take_its_place(
     assert sorted(p.name for p in tmp_path.iterdir()) == [".new", "bundle"]
 
 
-@pytest.mark.parametrize("module", ["torch", "onnx", "onnxscript"])
+@pytest.mark.parametrize("module", ["torch", "onnx", "onnxscript", "threadpoolctl"])
 def test_a_missing_extra_is_named_with_its_pip_install(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

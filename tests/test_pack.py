@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import ExportError, UsageError
-from outrider.quantize.layout import pack_nibbles, unpack_nibbles
+from outrider.quantize.layout import over_chunks, pack_nibbles, unpack_nibbles
 from outrider.quantize.pack import pack, unpack
 from outrider.quantize.schemes import BlockInt, DynamicInt8, Float, PackedMatrix
 
@@ -149,3 +149,16 @@ def test_what_cannot_be_packed_is_refused() -> None:
         pack(weight(4, 32), BlockInt(method="gptq"))
     with pytest.raises(UsageError, match="known block sizes"):
         BlockInt(block=48)
+
+
+def test_matrix_products_inside_chunks_run_on_one_thread_and_the_limit_ends_with_them() -> None:
+    from threadpoolctl import threadpool_info, threadpool_limits
+
+    def threads() -> set[int]:
+        return {library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"}
+
+    shape = (64, 1 << 16)  # eight chunks
+    with threadpool_limits(2, user_api="blas"):
+        inside = over_chunks(lambda rows: threads(), shape, 2) + over_chunks(lambda rows: threads(), shape, 1)
+        assert inside == [{1}] * 16
+        assert threads() == {2}

@@ -159,7 +159,7 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> E
 
 def _require_extra() -> None:
     """Raise MissingExtraError for the first library of the extra that is not installed."""
-    for module in ("torch", "onnx", "onnxscript"):
+    for module in ("torch", "onnx", "onnxscript", "threadpoolctl"):
         try:
             import_module(module)
         except ImportError as error:

@@ -10,12 +10,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.errors import ExportError
+from outrider.errors import ExportError, MissingExtraError
 from outrider.quantize.methods import Codes, middle, reconstruct
 from outrider.quantize.schemes import BlockInt, PackedMatrix
 
@@ -121,11 +122,25 @@ def unpack_rows(packed: PackedMatrix, rows: slice) -> FloatArray:
 def over_chunks(
     function: Callable[[slice], Result], shape: tuple[int, int], threads: int | None = None
 ) -> list[Result]:
-    """`function` of every chunk of rows, in order, on a few threads that are joined before it returns."""
+    """`function` of every chunk of rows, in order, on a few threads that are joined before it returns.
+
+    Matrix products inside run on one thread each: BLAS threads under these would wait for each other, spinning.
+    """
     # numpy releases the interpreter lock inside its loops, so threads over chunks scale.
     workers = threads or min(4, os.cpu_count() or 1)
     chunks = list(row_chunks(shape))
-    if workers == 1 or len(chunks) == 1:
-        return [function(rows) for rows in chunks]
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(function, chunks))
+    with _blas().limit(limits=1, user_api="blas"):
+        if workers == 1 or len(chunks) == 1:
+            return [function(rows) for rows in chunks]
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(function, chunks))
+
+
+@cache
+def _blas() -> Any:
+    """The handle on numpy's BLAS; finding the library takes milliseconds."""
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ImportError as error:
+        raise MissingExtraError("threadpoolctl", "export") from error
+    return ThreadpoolController()
