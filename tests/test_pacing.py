@@ -502,7 +502,7 @@ def test_a_source_that_changes_or_falls_silent_starts_a_new_window():
 
     def trouble(pacer):
         meter.source = "other" if clock() > 4.7 else "meter"
-        meter.power = (lambda now_s: None) if 7.6 < clock() < 7.9 else (lambda now_s: 4.0)
+        meter.power = (lambda now_s: None) if 8.1 < clock() < 8.4 else (lambda now_s: 4.0)
 
     windows = shown(meter, clock, before_poll=trouble)
     assert all(joules == pytest.approx(4.0 * activity.seconds) for activity, joules in windows)
