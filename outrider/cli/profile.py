@@ -22,6 +22,7 @@ from outrider.cli.options import (
 from outrider.errors import UsageError
 
 if TYPE_CHECKING:
+    from outrider.power.profile_trace import ProfileTrace
     from outrider.power.summary import Summary
     from outrider.runtime.profile import Options
     from outrider.runtime.rig import Rig
@@ -54,6 +55,9 @@ OBJECTIVES = ("latency", "energy", "balanced")
 @click.option(
     "--cool-down", "cool_down_s", type=click.FloatRange(min=0), help="Longest wait between runs, s."
 )
+@click.option(
+    "--trace", type=click.Path(path_type=Path), help="Only make summary and report of this raw trace."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the order of runs.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), default=Path("profile"), show_default=True)
 @loading_options
@@ -65,9 +69,15 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
     """
     from importlib.metadata import version
 
-    from outrider.runtime.profile import finish, profile
+    from outrider.power.profile_trace import read_profile
+    from outrider.runtime.profile import profile
 
-    folder, bar = options.pop("output"), ProgressBar()
+    folder, bar, recorded = options.pop("output"), ProgressBar(), options.pop("trace")
+    if recorded is not None:
+        if bundle is not None:
+            raise UsageError("--trace reads what was measured before; leave the bundle out")
+        _finish(read_profile(recorded), folder, as_json_text)
+        return
     with ExitStack() as stack:
         rig = _rig(bundle, options, stack)
         wanted = _options(rig, options)
@@ -75,10 +85,16 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
             stack.enter_context(rig.monitor)
         trace = profile(rig, wanted, folder, version("outrider"), bar)
         bar.close()
+    _finish(trace, folder, as_json_text)
+    if trace.partial:
+        click.get_current_context().exit(130)
+
+
+def _finish(trace: ProfileTrace, folder: Path, as_json_text: bool) -> None:
+    from outrider.runtime.profile import finish
+
     summary = finish(trace, folder)
     print_json(summary) if as_json_text else _print(summary, folder)
-    if summary.partial:
-        click.get_current_context().exit(130)
 
 
 def _rig(bundle: Path | None, options: dict[str, Any], stack: ExitStack) -> Rig:
@@ -163,4 +179,5 @@ def _print(summary: Summary, folder: Path) -> None:
     click.echo(table(summary))
     for note in summary.notes:
         click.echo(f"- {note}")
-    click.echo("Written: " + ", ".join(str(folder / name) for name in FILES))
+    made = [name for name in FILES if (folder / name).exists()]
+    click.echo(f"In {folder}: " + ", ".join(made))

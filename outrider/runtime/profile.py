@@ -126,10 +126,7 @@ def profile(
     Raises UsageError for a drafter that is not there, ProfileError when the disk is full.
     """
     cells = cells_of(options, list(rig.drafters))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"the folder {folder} cannot be made: {error.strerror or error}") from None
+    _make(folder)
     run_s = 60.0 * options.minutes / (len(cells) * options.repeats)
     settings = Settings(
         run_s=run_s,
@@ -148,11 +145,19 @@ def profile(
 
 
 def finish(trace: ProfileTrace, folder: Path) -> Summary:
-    """Write `summary.json` and `report.html` beside a trace."""
+    """Write `summary.json` and `report.html` into a folder, the trace's own or another."""
+    _make(folder)
     summary = summarise(trace)
     write_summary(summary, folder / SUMMARY)
     write_report(folder / REPORT, summary, trace)
     return summary
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the folder {folder} cannot be made: {error.strerror or error}") from None
 
 
 def _label(cell: Cell) -> str:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from outrider.contracts import Clock, Drafter, Energy, Graph
-from outrider.errors import UsageError
+from outrider.errors import ContextError, UsageError
 from outrider.power.governor import Governor, Policy
 from outrider.power.monitor import Monitor
 from outrider.power.sensors.simulated import Simulated
 from outrider.power.state import State
-from outrider.runtime.bench import default_prompts
+from outrider.runtime.bench import Prompt, default_prompts
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.open_pacer import POLL_S
 from outrider.runtime.pacing import Pacer
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from outrider.power.energy import EnergyModel
     from outrider.runtime.pipeline import Pipeline
 
-__all__ = ["Rig", "Text", "Texts", "bundle_rig", "host_rig", "nominal_energy", "trace_rig"]
+__all__ = ["Rig", "Text", "Texts", "bundle_rig", "fitting_prompts", "host_rig", "nominal_energy", "trace_rig"]
 
 DEFAULT_PREFILL = 512  # tokens of the prompt in one forward
 _WIDTHS = range(1, 17)  # of verify forwards that a prior is given for
@@ -219,17 +219,32 @@ def _prefill_chunk(pipeline: Pipeline) -> int:
     return placed or DEFAULT_PREFILL
 
 
-def _prompts(pipeline: Pipeline, max_tokens: int = 128) -> Texts:
-    """The benchmark's four prompts in turn, as chats where the bundle has a template."""
-    prompts = []
-    for prompt in default_prompts():
-        messages = [{"role": "user", "content": prompt.turns[0]}]
-        plain = pipeline.template is None
-        prompts.append(
-            pipeline.tokenizer.encode(prompt.turns[0]) if plain else pipeline.chat_tokens(messages)
+def fitting_prompts(pipeline: Pipeline, room: int = 32) -> list[Prompt]:
+    """The built-in prompts that leave room for so many tokens in the context of this bundle.
+
+    They are raw where it has no chat template. Raises ContextError when none does.
+    """
+    most = pipeline.engine.target.max_context - room
+    known = [replace(prompt, raw=pipeline.template is None) for prompt in default_prompts()]
+    fitting = [prompt for prompt in known if len(_tokens(pipeline, prompt)) <= most]
+    if not fitting:
+        raise ContextError(
+            f"the context of {pipeline.engine.target.max_context} tokens holds none of the built-in prompts;"
+            " export with a larger --max-context"
         )
+    return fitting
+
+
+def _tokens(pipeline: Pipeline, prompt: Prompt) -> list[int]:
+    if prompt.raw:
+        return pipeline.tokenizer.encode(prompt.turns[0])
+    return pipeline.chat_tokens([{"role": "user", "content": prompt.turns[0]}])
+
+
+def _prompts(pipeline: Pipeline, max_tokens: int = 128) -> Texts:
+    """The built-in prompts in turn."""
+    order = cycle([_tokens(pipeline, prompt) for prompt in fitting_prompts(pipeline)])
     stop_ids = frozenset(pipeline.tokenizer.eos_ids)
-    order = cycle(prompts)
 
     def begin(category: str | None) -> Text:
         return Text(next(order), max_tokens, stop_ids)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -85,17 +85,17 @@ class Rule:
 
 def parse_rule(text: str) -> Rule:
     """A rule from its name. Raises UsageError, naming what is known."""
+    named = {"plain": Rule(0), "governed": Rule("auto"), "auto": Rule("auto", paced=False)}
     words = text.split()
     paced = words[-1:] != ["unpaced"]
     words = words if paced else words[:-1]
-    if words in (["plain"], ["governed"], ["auto"]):
-        k: int | Literal["auto"] = 0 if words == ["plain"] else "auto"
-        return Rule(k, paced=paced and words != ["auto"])
+    if len(words) == 1 and words[0] in named and (paced or words == ["plain"]):
+        return replace(named[words[0]], paced=paced and words != ["auto"])
     if words and len(words) <= 2 and words[-1].startswith("k=") and words[-1][2:].isdecimal():
         return Rule(int(words[-1][2:]), words[0] if len(words) == 2 else None, paced)
     raise UsageError(
         f"unknown policy {text!r}; known: plain, governed, auto (ungoverned), k=N, DRAFTER k=N,"
-        " and any but governed with 'unpaced' behind it"
+        " and plain or a fixed k with 'unpaced' behind it"
     )
 
 

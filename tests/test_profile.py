@@ -1,0 +1,361 @@
+"""A profile: what it sweeps, in what order, what it keeps when it is interrupted, and what joules it finds."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outrider
+from outrider.errors import UsageError
+from outrider.power.profile_trace import ProfileError, ProfileTrace, ProfileWriter, read_profile
+from outrider.power.sensors.system import System
+from outrider.power.summarise import summarise
+from outrider.power.summary import read_summary
+from outrider.runtime.planner import Planner
+from outrider.runtime.profile import FILES, Cell, Options, cells_of, finish, profile
+from outrider.runtime.provenance import merged, of_bundle, of_device, of_machine
+from outrider.runtime.rig import Rig, Text, bundle_rig, host_rig, trace_rig
+from outrider.runtime.rounds import Request
+from outrider.runtime.run_meter import RunMeter
+from outrider.targets.device import load_device
+from outrider.targets.simulated import Machine
+from tests.acceptance_texts import made_up_texts, write_texts
+
+TEXTS = made_up_texts()
+SHORT = Options(ks=(2, "auto"), minutes=1.0, repeats=2, cool_down_s=300.0, idle_s=8.0, warm_up_s=3.0)
+
+
+def rig(device: str = "jetson-orin-nano", seed: int = 0) -> Rig:
+    known = load_device(device)
+    machine = Machine(known, 25.0, seed)
+    return replace(trace_rig(known, TEXTS, machine, seed=seed), provenance=of_device(known, 25.0, seed))
+
+
+def swept(folder: Path, options: Options = SHORT, device: str = "jetson-orin-nano") -> ProfileTrace:
+    return profile(rig(device), options, folder, "0.1")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> ProfileTrace:
+    return swept(tmp_path_factory.mktemp("profile"))
+
+
+def test_cells_are_plain_every_k_with_every_drafter_and_auto_for_every_objective() -> None:
+    options = Options(ks=(0, 2, 4, "auto", 2), objectives=("latency", "energy"))
+    found = cells_of(options, ["lookup", "model"])
+    assert found == [
+        Cell(0),
+        Cell(2, "lookup"),
+        Cell(2, "model"),
+        Cell(4, "lookup"),
+        Cell(4, "model"),
+        Cell("auto", None, "latency"),
+        Cell("auto", None, "energy"),
+    ]
+    assert cells_of(Options(ks=("auto",), drafters=("model",)), ["lookup", "model"])[1] == Cell(
+        "auto", "model", "latency"
+    )
+
+
+def test_an_unknown_drafter_and_impossible_options_are_refused() -> None:
+    with pytest.raises(UsageError, match="unknown drafter 'heads'; this rig has: lookup"):
+        cells_of(Options(drafters=("heads",)), ["lookup"])
+    for wrong in ({"minutes": 0.0}, {"repeats": 0}, {"idle_s": -1.0}, {"ks": ()}):
+        with pytest.raises(
+            UsageError, match=next(iter(wrong)).rstrip("s") if "ks" in wrong else next(iter(wrong))
+        ):
+            Options(**wrong)  # type: ignore[arg-type]
+
+
+def test_every_cell_runs_once_in_every_repetition_in_an_order_that_changes(trace: ProfileTrace) -> None:
+    runs = [run for run in trace.runs if not run.warm_up]
+    labels = [run.label for run in runs]
+    cells = trace.header.settings.cells
+    assert cells == ("plain", "lookup k=2", "model k=2", "any k=auto latency")
+    assert Counter(labels) == dict.fromkeys(cells, 2)
+    for repeat in range(2):
+        assert {run.label for run in runs if run.repeat == repeat} == set(cells)
+    assert labels != list(cells) * 2
+
+
+def test_the_same_seed_gives_the_same_trace_and_another_another_order(tmp_path: Path) -> None:
+    quick = replace(SHORT, minutes=0.2, idle_s=0.0, cool_down_s=0.0)
+    traces = [swept(tmp_path / str(i), replace(quick, seed=seed)) for i, seed in enumerate((0, 0, 1))]
+    first, again = ((tmp_path / str(i) / "profile.jsonl").read_bytes() for i in range(2))
+    assert first == again
+    assert [r.label for r in traces[2].runs] != [r.label for r in traces[0].runs]
+
+
+def test_runs_take_their_share_of_the_minutes_and_end_whole(trace: ProfileTrace) -> None:
+    measured = [run for run in trace.runs if not run.warm_up]
+    assert all(run.whole and run.tokens > 10 for run in measured)
+    assert all(run.end_s - run.begin_s == pytest.approx(60 / 8, abs=0.5) for run in measured)
+    assert trace.end is not None
+    assert trace.end.complete
+
+
+def test_a_run_begins_as_cool_as_the_profile_did(trace: ProfileTrace) -> None:
+    start_c = trace.samples[0].hottest_c
+    assert start_c is not None
+    for run in trace.runs:
+        if not run.warm_up:
+            assert run.cooled is True
+            assert run.start_c is not None
+            assert run.start_c <= start_c + 2.0 + 1.0  # a degree of noise
+
+
+def test_a_gate_that_times_out_is_told(tmp_path: Path) -> None:
+    found = swept(tmp_path, replace(SHORT, minutes=2.0, cool_down_s=0.5, idle_s=0.0), "snapdragon-8-gen3")
+    assert False in {run.cooled for run in found.runs}
+
+
+def test_rounds_and_samples_are_those_of_their_runs(trace: ProfileTrace) -> None:
+    for run in trace.runs:
+        mine = [line for line in trace.rounds if line.run == run.run]
+        assert sum(line.tokens for line in mine) == run.tokens
+        assert len(mine) == run.rounds
+        assert all(run.begin_s < line.time_s <= run.end_s + 1e-6 for line in mine)
+        assert sum(line.seconds + line.pause_s for line in mine) == pytest.approx(run.decode_s, abs=1e-3)
+    times = [sample.time_s for sample in trace.samples]
+    assert times == sorted(times)
+    assert max(b - a for a, b in pairwise(times)) < 2.5
+
+
+def test_joules_of_a_run_are_what_the_machine_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the simulated machine's own count; the meter sees it through a sensor with steps and noise."""
+    mine = rig("jetson-orin-nano")
+    assert mine.machine is not None
+    spent: list[float] = []
+    begin, end = RunMeter.begin, RunMeter.end
+
+    def begun(self: RunMeter) -> None:
+        spent.append(mine.machine.energy_j)  # type: ignore[union-attr]
+        begin(self)
+
+    def ended(self: RunMeter, *arguments: Any, **named: Any) -> Any:
+        spent[-1] = mine.machine.energy_j - spent[-1]  # type: ignore[union-attr]
+        return end(self, *arguments, **named)
+
+    monkeypatch.setattr(RunMeter, "begin", begun)
+    monkeypatch.setattr(RunMeter, "end", ended)
+    found = profile(mine, replace(SHORT, minutes=2.0, idle_s=0.0, warm_up_s=0.0), tmp_path, "0.1")
+    assert len(spent) == len(found.runs) == 8
+    for run, joules in zip(found.runs, spent, strict=True):
+        assert run.energy is not None
+        assert run.energy.gross_j == pytest.approx(joules, rel=0.03)
+        assert run.energy.method == "simulated"
+        assert run.energy.trust == "simulated"
+
+
+def test_stages_share_the_whole_and_waste_is_a_part_of_them(trace: ProfileTrace) -> None:
+    for run in trace.runs:
+        if run.warm_up:
+            continue
+        assert run.energy is not None
+        stages = dict(run.energy.stages)
+        wasted_draft, wasted_verify = stages.pop("wasted_draft", 0.0), stages.pop("wasted_verify", 0.0)
+        assert sum(stages.values()) == pytest.approx(run.energy.gross_j, rel=1e-4)
+        assert 0 <= wasted_draft <= stages.get("draft", 0.0) + 1e-9
+        assert 0 <= wasted_verify <= stages["verify"]
+        assert set(run.energy.attribution) == set(stages)
+    drafting = next(run for run in trace.runs if run.label == "model k=2" and not run.warm_up)
+    assert drafting.energy is not None
+    assert drafting.energy.stages["draft"] > 0
+    assert drafting.energy.stages["wasted_draft"] > 0
+
+
+def test_idle_is_measured_before_and_after_with_the_models_in_memory(trace: ProfileTrace) -> None:
+    idle_w = float(load_device("jetson-orin-nano").idle_w)
+    assert trace.end is not None
+    assert trace.end.idle_before_w == pytest.approx(idle_w, rel=0.1)
+    assert trace.end.idle_after_w == pytest.approx(idle_w, rel=0.15)
+    cell = summarise(trace).cells[0]
+    assert cell.net_j_per_token is not None
+    assert cell.energy_j_per_token is not None
+    assert 0 < cell.net_j_per_token.mean < cell.energy_j_per_token.mean
+
+
+def test_a_cap_is_kept_by_every_setting_and_stands_in_the_answer(tmp_path: Path) -> None:
+    options = replace(SHORT, minutes=2.0, power_cap_w=7.0, ks=(3, "auto"), drafters=("model",))
+    free = summarise(swept(tmp_path / "free", replace(options, power_cap_w=None)))
+    held = summarise(swept(tmp_path / "held", options))
+    assert max(cell.power_w.mean for cell in free.cells if cell.power_w) > 7.0 * 1.03
+    assert [cell.holds_cap for cell in held.cells] == [True] * 3
+    assert held.headline.startswith("SIMULATED: Within 7 W this pair reaches ")
+    assert "without speculation" in held.headline
+
+
+def test_a_device_without_a_meter_has_no_joules_and_says_why(tmp_path: Path) -> None:
+    summary = finish(swept(tmp_path, replace(SHORT, minutes=0.5), "raspberry-pi-4"), tmp_path)
+    assert not summary.metered
+    assert summary.error_budget is None
+    assert "no power sensor" in summary.no_meter
+    assert "J/token" not in (tmp_path / "report.html").read_text()
+
+
+def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
+    mine = rig()
+    begun = 0
+
+    def texts() -> Callable[[str | None], Text]:
+        begin = original()
+
+        def one(category: str | None) -> Text:
+            nonlocal begun
+            begun += 1
+            if begun == 12:
+                raise KeyboardInterrupt
+            return begin(category)
+
+        return one
+
+    original = mine.texts
+    mine.texts = texts
+    found = profile(mine, SHORT, tmp_path, "0.1")
+    assert found.partial
+    assert found.end is not None
+    assert found.end.reason == "interrupted"
+    assert found.end.idle_before_w is not None
+    assert found.runs[-1].whole is False
+    summary = finish(found, tmp_path)
+    assert summary.partial
+    assert summary.headline.startswith("SIMULATED: Interrupted; so far: ")
+    assert "Interrupted" in (tmp_path / "report.html").read_text()
+
+
+def test_a_full_disk_ends_it_with_a_clear_error_and_a_readable_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = 0
+    append = ProfileWriter._append
+
+    def full(self: ProfileWriter, record: Any) -> None:
+        nonlocal written
+        written += 1
+        if written > 400 and self._file is not None:
+            self._abandon()
+            raise ProfileError(f"{self.path} cannot be written any further: No space left on device")
+        append(self, record)
+
+    monkeypatch.setattr(ProfileWriter, "_append", full)
+    with pytest.raises(ProfileError, match="No space left"):
+        swept(tmp_path)
+    found = read_profile(tmp_path / "profile.jsonl")
+    assert found.partial
+    assert len(found.samples) + len(found.rounds) + len(found.runs) == 399
+
+
+def test_the_folder_holds_trace_summary_and_report(tmp_path: Path, trace: ProfileTrace) -> None:
+    summary = finish(trace, tmp_path / "new" / "folder")
+    assert read_summary(tmp_path / "new" / "folder" / "summary.json") == summary
+    text = (tmp_path / "new" / "folder" / "report.html").read_text()
+    assert text.count("<svg") == 2
+    assert "SIMULATED" in text
+    with pytest.raises(UsageError, match="cannot be made"):
+        finish(trace, tmp_path / "new" / "folder" / "report.html")
+
+
+def test_planners_start_from_costs_that_were_measured_before(trace: ProfileTrace) -> None:
+    """The first rounds of an auto run would otherwise all be plain."""
+    auto = [run.run for run in trace.runs if run.label.startswith("any k=auto") and not run.warm_up]
+    first = [line for line in trace.rounds if line.run == auto[0]][:4]
+    assert any(line.drafted for line in first)
+
+
+@pytest.fixture
+def pipeline(float_bundle: Path) -> Iterator[Any]:
+    with outrider.load(float_bundle, threads=1, governor=False) as loaded:
+        yield loaded
+
+
+def test_a_simulated_device_decodes_the_bundle_s_own_text(pipeline: Any) -> None:
+    known = load_device("raspberry-pi-5")
+    machine = Machine(known, 25.0, 0)
+    simulated = bundle_rig(known, pipeline, machine)
+    text = simulated.texts()(None)
+    request = Request(max_new_tokens=24, stop_ids=text.stop_ids, k=3, drafter="model")
+    engine = simulated.engine(Planner(), None)
+    tokens = [token for done in engine.decode(text.prompt, request) for token in done.tokens]
+    pipeline.reset()
+    expected = pipeline.generate(text.prompt, max_tokens=24, k=0).tokens
+    assert tuple(tokens) == tuple(expected)
+    assert machine.elapsed_s > 0
+    assert machine.memory_available_mb < 1e3 * known.memory_gb
+
+
+def test_a_real_machine_is_profiled_with_the_sensors_that_it_has(pipeline: Any, tmp_path: Path) -> None:
+    mine = replace(host_rig(pipeline), provenance=merged(of_machine(1), of_bundle(pipeline)))
+    options = Options(ks=(2,), minutes=0.01, repeats=1, warm_up_s=0.0, cool_down_s=0.0, idle_s=0.0)
+    with mine.monitor:
+        found = profile(mine, options, tmp_path, "0.1")
+    summary = finish(found, tmp_path)
+    assert not summary.simulated
+    assert "SIMULATED" not in (tmp_path / "report.html").read_text()
+    assert [cell.label for cell in summary.cells] == ["plain", "lookup k=2", "model k=2"]
+    assert found.end is not None
+    assert found.end.sampler_share is not None
+    assert found.header.provenance["target"].startswith("target, fp32, onnxruntime on CPU")
+
+
+def test_provenance_names_models_by_hash_and_neither_paths_nor_what_is_unknown(
+    pipeline: Any, tmp_path: Path
+) -> None:
+    found = merged(of_machine(2, System(root=tmp_path)), of_bundle(pipeline))
+    assert len(found["target sha256"].split()[0]) == 64
+    assert found["threads"] == "2"
+    assert "clock governor" not in found
+    assert "board" not in found
+    assert "unknown" not in found.values()
+
+
+def test_the_command_profiles_a_simulated_device(run_main: Callable[..., Any], tmp_path: Path) -> None:
+    acceptance = write_texts(tmp_path / "acceptance.jsonl", TEXTS)
+    words = ["profile", "--device", "jetson-orin-nano", "--acceptance", str(acceptance), "--minutes", "0.6"]
+    words += ["--repeats", "1", "--k", "2", "--drafter", "lookup", "-o", str(tmp_path / "out")]
+    code, text, _ = run_main(*words)
+    assert code == 0
+    assert text.startswith("SIMULATED: This pair reaches ")
+    assert "J/token" in text
+    assert all((tmp_path / "out" / name).is_file() for name in FILES)
+    code, text, _ = run_main(*words, "--json")
+    assert json.loads(text)["simulated"] is True
+    code, text, _ = run_main(
+        "profile", "--trace", str(tmp_path / "out" / "profile.jsonl"), "-o", str(tmp_path / "b")
+    )
+    assert code == 0
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["report.html", "summary.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give a bundle, or an acceptance trace"),
+        (["--acceptance", "A"], "can only be simulated; name a device"),
+        (["--acceptance", "A", "--device", "toaster"], "unknown device 'toaster'"),
+        (["--acceptance", "A", "--device", "mac-m1", "--no-draft"], "--no-draft concerns a bundle"),
+        (["--acceptance", "A", "--device", "mac-m1", "--k", "x"], "k is 'x'"),
+        (["--acceptance", "A", "--device", "mac-m1", "--drafter", "heads"], "unknown drafter 'heads'"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    run_main: Callable[..., Any], tmp_path: Path, words: list[str], message: str
+) -> None:
+    acceptance = write_texts(tmp_path / "a.jsonl", TEXTS)
+    code, _, said = run_main("profile", *(str(acceptance) if word == "A" else word for word in words))
+    assert code == 2
+    assert message in said
+
+
+def test_a_bundle_and_an_acceptance_trace_exclude_each_other(
+    run_main: Callable[..., Any], tmp_path: Path
+) -> None:
+    code, _, said = run_main("profile", str(tmp_path), "--acceptance", "x", "--device", "mac-m1")
+    assert code == 2
+    assert "not both" in said

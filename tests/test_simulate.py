@@ -1,0 +1,314 @@
+"""A scripted day under a policy: the real engine and governor on a simulated device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.errors import UsageError
+from outrider.runtime import simulate
+from outrider.runtime.simulate import (
+    SCENARIOS,
+    PolicyRun,
+    cap_violation,
+    compare,
+    find_scenario,
+    fixed_rules,
+    format_runs,
+    parse_rule,
+    run_policy,
+)
+from outrider.targets.device import load_device
+from outrider.targets.scenario import Event, Scenario
+from tests.acceptance_texts import made_up_texts, write_texts
+
+TEXTS = made_up_texts()
+PHONE = Scenario("a phone", "snapdragon-8-gen3", 60.0, seed=1)
+BOARD = Scenario("a board", "raspberry-pi-5", 60.0, seed=1)
+RAPL = Scenario("a laptop", "mac-m2", 40.0, seed=1)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_scenario_of_the_package_can_be_read_and_names_a_known_device(name: str) -> None:
+    scenario = find_scenario(name)
+    assert load_device(scenario.device).slug == scenario.device
+    assert scenario.duration_s >= 1200
+
+
+def test_the_scenarios_cover_heat_a_cap_a_charger_other_apps_memory_and_a_rest() -> None:
+    found = [find_scenario(name) for name in SCENARIOS]
+    events = [event for scenario in found for event in scenario.events]
+    assert any(scenario.power_cap_w for scenario in found)
+    for field in ("ambient_c", "load_w", "bandwidth_taken", "charge_w", "memory_taken_mb"):
+        assert any(getattr(event, field) for event in events), field
+    assert any(event.ask is False for event in events)
+
+
+def test_an_unknown_scenario_lists_the_known() -> None:
+    with pytest.raises(UsageError, match="known: board-cap, hot-phone, phone-day"):
+        find_scenario("winter")
+
+
+def test_a_scenario_with_a_missing_field_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "day.toml"
+    path.write_text('device = "mac-m2"\n')
+    with pytest.raises(UsageError, match=r"day\.toml: duration_s is missing"):
+        find_scenario(str(path))
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "governed", "auto", "k=4", "model k=2", "lookup k=8 unpaced", "plain unpaced"]
+)
+def test_a_rule_has_the_name_that_it_was_parsed_from(name: str) -> None:
+    assert parse_rule(name).name == name
+
+
+@pytest.mark.parametrize("name", ["", "best", "k=", "k=-1", "governed unpaced", "a b k=2", "k=auto"])
+def test_an_unknown_policy_lists_the_known(name: str) -> None:
+    with pytest.raises(UsageError, match="known: plain, governed, auto"):
+        parse_rule(name)
+
+
+def test_equal_arguments_give_equal_runs_and_another_seed_another() -> None:
+    first, again = (run_policy(PHONE, "governed", TEXTS) for _ in range(2))
+    assert first == again
+    assert run_policy(replace(PHONE, seed=2), "governed", TEXTS) != first
+
+
+def test_plain_decoding_commits_one_token_a_round() -> None:
+    run = run_policy(PHONE, "plain", TEXTS)
+    assert run.tokens == run.rounds > 500
+    assert run.mean_k == 0.0
+    assert run.seconds == pytest.approx(60.0, abs=0.5)
+    assert run.tokens_per_s == pytest.approx(run.tokens / run.seconds)
+
+
+def test_a_fixed_k_commits_what_the_trace_accepted() -> None:
+    """Replayed by hand: every round of a text takes what is accepted at its place, and one token more."""
+    run = run_policy(replace(PHONE, duration_s=200.0), "model k=3", TEXTS)
+    rounds = tokens = 0
+    for text in TEXTS:
+        position = 1  # the first round runs the prompt
+        rounds += 1
+        while position < text.tokens:
+            drafted = min(3, text.tokens - position - 1)
+            position += min(text.runs["model"].accepted[position], drafted) + 1
+            rounds += 1
+        tokens += position
+    assert run.tokens / run.rounds == pytest.approx(tokens / rounds, rel=0.02)
+
+
+def test_unpaced_policies_draw_what_they_like_and_paced_ones_keep_the_cap() -> None:
+    capped = replace(BOARD, power_cap_w=5.5, duration_s=120.0, spread=0.0)
+    free = run_policy(capped, "k=4 unpaced", TEXTS)
+    held = run_policy(capped, "k=4", TEXTS)
+    assert free.energy_j / free.seconds > 5.5 * 1.1
+    assert held.energy_j / held.seconds <= 5.5 * 1.03
+    assert held.tokens < free.tokens
+    assert held.mean_k == pytest.approx(free.mean_k, abs=0.1)
+    assert free.cap_violation > 0.1
+
+
+def test_the_device_s_own_throttling_acts_on_all() -> None:
+    hot = replace(PHONE, ambient_c=38.0, preheated_w=2.5, duration_s=120.0)
+    assert min(point.clock_ratio for point in run_policy(hot, "k=4 unpaced", TEXTS).timeline) < 1.0
+    assert min(point.clock_ratio for point in run_policy(hot, "governed", TEXTS).timeline) < 1.0
+
+
+def test_time_over_the_limit_is_counted_by_true_temperatures() -> None:
+    hot = replace(PHONE, ambient_c=38.0, preheated_w=2.5, duration_s=120.0)
+    run = run_policy(hot, "k=4 unpaced", TEXTS)
+    assert run.peak_over_c > 0
+    assert 10 < run.over_limit_s <= 121
+    assert max(point.case_c for point in run.timeline) <= run.peak_case_c + 1e-9
+    cool = run_policy(replace(PHONE, ambient_c=10.0, duration_s=20.0), "plain", TEXTS)
+    assert cool.over_limit_s == 0
+    assert cool.peak_over_c < 0
+
+
+def test_the_scenario_s_own_limits_hold_where_they_are_lower() -> None:
+    assert (
+        simulate.limits_of(replace(PHONE, temp_limit_c=60.0), load_device("snapdragon-8-gen3")).temp_limit_c
+        == 60
+    )
+    assert (
+        simulate.limits_of(
+            replace(PHONE, temp_limit_c=200.0 - 60), load_device("snapdragon-8-gen3")
+        ).temp_limit_c
+        == 95
+    )
+
+
+def test_nothing_is_decoded_and_no_joule_counted_while_nobody_asks() -> None:
+    resting = replace(PHONE, events=(Event(20.0, ask=False), Event(50.0, ask=True)), duration_s=60.0)
+    run = run_policy(resting, "governed", TEXTS)
+    assert run.seconds == pytest.approx(30.0, abs=4.0)
+    quiet = [point for point in run.timeline if 26 < point.time_s < 49]
+    assert len(quiet) > 15
+    assert not any(point.tokens for point in quiet)
+    assert max(point.power_w for point in quiet) < 1.5
+
+
+def test_the_kind_of_text_follows_the_scenario() -> None:
+    only = [text for text in TEXTS if text.category == "even"]
+    run = run_policy(replace(PHONE, category="even"), "model k=2", TEXTS)
+    assert run.tokens == run_policy(PHONE, "model k=2", only).tokens
+    with pytest.raises(UsageError, match="no category 'poem'; known: even, odd"):
+        run_policy(replace(PHONE, category="poem"), "plain", TEXTS)
+
+
+def test_a_drafter_that_the_trace_lacks_is_refused() -> None:
+    with pytest.raises(UsageError, match="unknown drafter 'heads'; the trace has: lookup, model"):
+        run_policy(PHONE, "heads k=2", TEXTS)
+
+
+def test_the_worst_ten_seconds_decide_about_a_cap() -> None:
+    steady = [(t / 10, 4.4 * t / 10) for t in range(1000)]
+    assert cap_violation(steady, 4.0) == pytest.approx(0.1)
+    assert cap_violation(steady, 5.0) == 0.0
+    assert cap_violation(steady, None) == 0.0
+    spike = [(t / 10, 4.0 * t / 10 + 10.0 * min(max(t / 10 - 50, 0), 5)) for t in range(1000)]
+    assert cap_violation(spike, 4.0) == pytest.approx(10 * 5 / 10 / 4, rel=0.01)
+    assert cap_violation(steady[:50], 4.0) == 0.0
+
+
+def test_best_fixed_is_the_fixed_k_with_the_most_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "FIXED_K", (1, 3))
+    monkeypatch.setattr(simulate, "fixed_rules", lambda names: fixed_rules(names, (1, 3)))
+    short = replace(PHONE, duration_s=20.0)
+    best, plain = compare(short, ["best-fixed", "plain"], TEXTS)
+    each = [run_policy(short, rule, TEXTS) for rule in fixed_rules(["lookup", "model"], (1, 3))]
+    assert len(each) == 6
+    assert best.tokens == max(run.tokens for run in each)
+    assert best.policy in {run.policy for run in each}
+    assert plain.policy == "plain"
+
+
+def test_a_fixed_k_that_breaks_the_limit_is_not_the_best() -> None:
+    good = a_run(tokens=100)
+    assert (
+        max(
+            [good, a_run(tokens=200, peak_over_c=2.0), a_run(tokens=300, cap_violation=0.1)],
+            key=simulate._merit,
+        )
+        == good
+    )
+
+
+def a_run(**changes: Any) -> PolicyRun:
+    run = PolicyRun("k=1", 100, 50.0, 10.0, 50.0, 40.0, -3.0, 0.0, 0.0, 1, 80.0, 1.0, 60)
+    return replace(run, **changes)
+
+
+def test_a_table_says_first_that_it_is_simulated() -> None:
+    text = format_runs(PHONE, [a_run(), a_run(tokens=0, battery_percent=None, mean_k=None)])
+    lines = text.splitlines()
+    assert lines[0] == "SIMULATED: a phone, snapdragon-8-gen3, 1 minutes"
+    assert "s over limit" in lines[1]
+    assert len(lines) == 4
+    assert a_run().to_dict()["simulated"] is True
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_texts(tmp_path / "acceptance.jsonl", TEXTS)
+
+
+@pytest.fixture
+def day(tmp_path: Path) -> str:
+    path = tmp_path / "day.toml"
+    path.write_text('name = "a short day"\ndevice = "mac-m2"\nduration_s = 20.0\n')
+    return str(path)
+
+
+def test_the_command_compares_policies(
+    run_main: Callable[..., Any], trace: Path, day: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    code, text, _ = run_main(
+        "simulate",
+        "--scenario",
+        day,
+        "--acceptance",
+        str(trace),
+        "--policies",
+        "plain,k=2,governed",
+        "-o",
+        str(out),
+    )
+    assert code == 0
+    assert text.startswith("SIMULATED: a short day, mac-m2")
+    assert len(text.splitlines()) == 5
+    record = json.loads((out / "simulation.json").read_text())
+    assert (record["kind"], record["simulated"], record["schema_version"]) == ("simulation", True, 1)
+    assert [run["policy"] for run in record["runs"]] == ["plain", "k=2", "governed"]
+    assert len(record["runs"][0]["timeline"]) > 15
+    code, text, _ = run_main(
+        "simulate", "--scenario", day, "--acceptance", str(trace), "--policies", "plain", "--device",
+        "raspberry-pi-5", "--json",
+    )  # fmt: skip
+    (run,) = json.loads(text)
+    assert run["simulated"] is True
+    assert run["tokens_per_s"] < record["runs"][0]["tokens_per_s"]
+    assert "timeline" not in run
+
+
+def test_the_command_records_acceptance_from_a_bundle(
+    run_main: Callable[..., Any], float_bundle: Path, day: str
+) -> None:
+    code, text, _ = run_main(
+        "simulate",
+        str(float_bundle),
+        "--scenario",
+        day,
+        "--policies",
+        "plain,model k=3",
+        "-n",
+        "16",
+        "--threads",
+        "1",
+    )
+    assert code == 0
+    plain, model = (line.split() for line in text.splitlines()[2:])
+    assert plain[0] == "plain"
+    assert model[:2] == ["model", "k=3"]
+
+
+def test_a_trace_that_is_cut_off_is_named_by_line(
+    run_main: Callable[..., Any], trace: Path, day: str
+) -> None:
+    trace.write_text(trace.read_text()[:-20])
+    code, _, said = run_main("simulate", "--scenario", day, "--acceptance", str(trace))
+    assert code == 2
+    assert f"{trace}, line 5" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--policies", "plain,best"], "unknown policy 'best'"),
+        (["--policies", ","], "no policy is given"),
+        (["--device", "toaster"], "unknown device 'toaster'"),
+        (["--threads", "2"], "--threads concerns a bundle"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    run_main: Callable[..., Any], trace: Path, day: str, words: list[str], message: str
+) -> None:
+    code, _, said = run_main("simulate", "--scenario", day, "--acceptance", str(trace), *words)
+    assert code == 2
+    assert message in said
+
+
+def test_texts_must_come_from_somewhere_and_from_one_place(
+    run_main: Callable[..., Any], trace: Path, day: str, tmp_path: Path
+) -> None:
+    for words in ([], [str(tmp_path), "--acceptance", str(trace)]):
+        code, _, said = run_main("simulate", *words, "--scenario", day)
+        assert code == 2
+        assert "either a bundle or an acceptance trace" in said
