@@ -128,7 +128,8 @@ governing_options = _apply(_GOVERNING)
 def open_pipeline(bundle: Path, options: dict[str, Any], *, governor: bool | None = None) -> Pipeline:
     """Load a bundle with the shared loading and governing options, which are taken out of `options`.
 
-    `governor` holds unless a governing option was given; see `outrider.load`.
+    `governor` holds unless a governing option was given; see `outrider.load`. A command without governing
+    options measures or proves something, and is not governed.
     """
     import outrider
 
@@ -151,7 +152,7 @@ def _governing_from(options: dict[str, Any], governor: bool | None) -> dict[str,
     asked = any(
         value is not None for name, value in found.items() if (name, value) != ("objective", "latency")
     )
-    off = options.pop("no_governor", False)
+    off = options.pop("no_governor", not found)
     return {**found, "governor": False if off else None if asked else governor}
 
 

@@ -134,9 +134,21 @@ def load(
     manifest = _checked(directory, full=verify == "full")
     if not draft or "draft" not in manifest.roles:
         _refuse_options(roles.pop("draft"), "draft=False" if not draft else "the bundle has no draft model")
-    context = _context(manifest, max_context)
-    sizes = _sizes(manifest, roles, memory_limit_mb)
+    return _assemble(directory, manifest, roles, governing, _context(manifest, max_context))
+
+
+def _assemble(
+    directory: str | os.PathLike[str],
+    manifest: Manifest,
+    roles: dict[str, RoleOptions],
+    governing: Governing,
+    context: int | None,
+) -> Pipeline:
+    """Open what a pipeline needs, and join it; whatever fails closes what was opened."""
+    sizes = _sizes(manifest, roles, governing.memory_limit_mb)
     with ExitStack() as stack:
+        drafting = ["lookup", *(["model"] if "draft" in roles else [])]
+        pacer = open_pacer(governing, stack, drafting, sizes["target"], sizes.get("draft", 0.0))
         tokenizer = open_tokenizer(directory, manifest)
         graphs: dict[str, Graph] = {}
         placement = []
@@ -158,7 +170,7 @@ def load(
             prefill_chunk=placement[0].prefill_width or DEFAULT_PREFILL,
             near_tie=_near_tie(manifest),
             planner=Planner(known_costs(manifest, placement, machine)),
-            pacer=open_pacer(governing, stack, list(drafters), sizes["target"], sizes.get("draft", 0.0)),
+            pacer=pacer,
         )
         template = _template(directory, manifest, tokenizer)
         return Pipeline(
