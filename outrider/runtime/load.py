@@ -162,7 +162,7 @@ def _assemble(
 
         drafters = _drafters(graphs.get("draft"), reopen, placement[-1], tokenizer)
         stack.callback(_close_drafters, drafters)
-        machine = machine_line(placement, threads)
+        machine = machine_line(placement, roles["target"].threads)
         engine = Engine(
             graphs["target"],
             drafters,
