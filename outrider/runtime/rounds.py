@@ -115,6 +115,7 @@ class _Run:
     trace: tracing.TraceWriter | None
     kinds: dict[str, str] = field(default_factory=dict)  # of this round's possible proposals, by drafter
     backlogs: dict[str, int] = field(default_factory=dict)
+    odd: bool = False  # whether the last round did more than a plan knows: a chunk, a draft that catches up
 
     @property
     def remaining(self) -> int:
@@ -239,8 +240,9 @@ class Engine:
             if run.stats.rounds == 1:
                 run.stats.ttft_s = ended - started
                 run.stats.first_tokens = len(result.tokens)
-                priced = False  # it held a chunk of the prompt
-            pace_s = result.plan.pace_s if priced else self._governed.rest_s(ended - begin)
+            pace_s = result.plan.pace_s
+            if run.odd or not priced:
+                pace_s = max(pace_s, self._governed.rest_s(ended - begin))
             yield result
             if finish is None:
                 run.stats.paced_s += self._governed.pause(pace_s, ended)
@@ -437,8 +439,8 @@ class Engine:
     def _tell(self, run: _Run, result: Round, pending: int) -> None:
         """Let the governor know what ran; a last chunk and a draft that catches up are no usual work."""
         drafter = result.plan.drafter
-        odd = pending > 1 or run.backlogs.get(drafter or "", 0) > 8
-        self._governed.saw(self._width(pending + result.drafted), drafter, result.drafted, odd)
+        run.odd = pending > 1 or run.backlogs.get(drafter or "", 0) > 8
+        self._governed.saw(self._width(pending + result.drafted), drafter, result.drafted, run.odd)
 
     def _width(self, tokens: int) -> int:
         """The compiled width that a forward of so many tokens runs at."""
