@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 
 import outrider
+from outrider.contracts import Reading
 from outrider.errors import UsageError
+from outrider.power.monitor import Monitor
 from outrider.power.profile_trace import ProfileError, ProfileTrace, ProfileWriter, read_profile
 from outrider.power.sensors.system import System
 from outrider.power.summarise import summarise
@@ -302,6 +305,45 @@ def test_a_real_machine_is_profiled_with_the_sensors_that_it_has(pipeline: Any, 
     assert found.end is not None
     assert found.end.sampler_share is not None
     assert found.header.provenance["target"].startswith("target, fp32, onnxruntime on CPU")
+
+
+class Steady:
+    """A power sensor that reads five watts, fifty times a second."""
+
+    name = "steady"
+    period_s = 0.02
+
+    def read(self) -> list[Reading]:
+        return [Reading("steady:in", "power", 5.0, "module", "instant", time.monotonic())]
+
+
+def test_a_real_meter_gives_joules_a_token(pipeline: Any, tmp_path: Path) -> None:
+    mine = host_rig(pipeline)
+    mine.monitor = Monitor([Steady()], interval_s=0.02)
+    options = Options(ks=(2,), drafters=("lookup",), minutes=0.03, repeats=1, warm_up_s=0.0, idle_s=0.4)
+    with mine.monitor:
+        summary = finish(profile(mine, options, tmp_path, "0.1"), tmp_path)
+    for cell in summary.cells:
+        assert cell.power_w is not None
+        assert cell.energy_j_per_token is not None
+        assert cell.power_w.mean == pytest.approx(5.0, rel=1e-3)
+        assert cell.energy_j_per_token.mean == pytest.approx(5.0 / cell.tokens_per_s.mean, rel=0.3)
+        assert cell.net_j_per_token is not None
+        assert cell.net_j_per_token.mean == pytest.approx(0.0, abs=0.02 * cell.energy_j_per_token.mean)
+    assert summary.error_budget is not None
+    assert summary.error_budget.trust == "module or device input"
+    assert summary.headline.startswith("This pair reaches ")
+
+
+def test_without_a_bound_nothing_but_the_device_holds_a_setting_back(tmp_path: Path) -> None:
+    hot = replace(SHORT, ks=(4,), drafters=("model",), minutes=8.0, repeats=1, cool_down_s=0.0)
+    free = swept(tmp_path / "free", hot, "snapdragon-8-gen3")
+    assert not any(line.pause_s for line in free.rounds)
+    assert min(sample.clock_ratio or 1.0 for sample in free.samples) < 1.0
+    bound = swept(tmp_path / "bound", replace(hot, temp_limit_c=41.0), "snapdragon-8-gen3")
+    assert sum(line.pause_s for line in bound.rounds) > 10
+    summary = summarise(free)
+    assert summary.cells[1].throttled_after_s or summary.cells[0].throttled_after_s
 
 
 def test_provenance_names_models_by_hash_and_neither_paths_nor_what_is_unknown(

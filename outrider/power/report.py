@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 
 from outrider.power import svg
 from outrider.power.intervals import Interval
@@ -42,6 +43,7 @@ th:first-child,td:first-child{text-align:left}thead th{color:var(--dim);font-wei
 dl{display:grid;grid-template-columns:minmax(6rem,auto) 1fr;gap:.2rem 1rem;font-size:.9rem}
 dt{color:var(--dim)}dd{margin:0;overflow-wrap:anywhere}
 """
+LEAST_HEAT_SPAN_C = 10.0  # of the colour scale: noise of a degree is no red
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -124,11 +126,11 @@ def _trade_off(summary: Summary) -> str:
 
 
 def _heats(cells: Sequence[Cell]) -> dict[str, float]:
-    """Peak temperatures on a scale from the coolest (0) to the hottest (1) cell."""
+    """Peak temperatures on a scale from the coolest cell (0) up, at least 10 °C long."""
     peaks = {cell.label: cell.peak_c for cell in cells if cell.peak_c is not None}
     if not peaks:
         return {}
-    low, span = min(peaks.values()), max(1e-9, max(peaks.values()) - min(peaks.values()))
+    low, span = min(peaks.values()), max(LEAST_HEAT_SPAN_C, max(peaks.values()) - min(peaks.values()))
     return {label: (peak - low) / span for label, peak in peaks.items()}
 
 
@@ -275,32 +277,39 @@ def _over_time(summary: Summary, trace: ProfileTrace) -> str:
 
 def _lines(trace: ProfileTrace) -> list[svg.Line]:
     samples, settings = trace.samples, trace.header.settings
-    rates = _rates(trace.rounds)
+    by_run = [list(group) for _, group in groupby(trace.rounds, key=lambda line: line.run)]
+    k = _joined([[(line.time_s, float(line.drafted)) for line in rounds] for rounds in by_run])
+    rates = _joined([_rates(rounds) for rounds in by_run])
     return [
         svg.Line("temperature", "°C", [(s.time_s, s.hottest_c) for s in samples], settings.temp_limit_c),
         svg.Line("power", "W", [(s.time_s, s.power_w) for s in samples], settings.power_cap_w),
         svg.Line("clock", "of full", [(s.time_s, s.clock_ratio) for s in samples]),
-        svg.Line("k", "drafted", [(r.time_s, float(r.drafted)) for r in trace.rounds], steps=True),
+        svg.Line("k", "drafted", k, steps=True),
         svg.Line("tokens/s", "", rates),
     ]
 
 
-def _rates(rounds: Sequence[RoundLine], bins: int = 150) -> list[tuple[float, float | None]]:
-    """Tokens per second in as many equal stretches of time; None where no round ended."""
-    if not rounds:
-        return []
-    begin = rounds[0].time_s - rounds[0].seconds
+def _joined(parts: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float | None]]:
+    """One line of several, with nothing drawn between them."""
+    joined: list[tuple[float, float | None]] = []
+    for part in parts:
+        if joined:
+            joined.append((joined[-1][0], None))
+        joined.extend(part)
+    return joined
+
+
+def _rates(rounds: Sequence[RoundLine], bins: int = 40) -> list[tuple[float, float]]:
+    """Tokens per second of one run in as many equal stretches of time, of 2 s at least."""
+    begin = rounds[0].time_s - rounds[0].seconds - rounds[0].pause_s
     width = max((rounds[-1].time_s - begin) / bins, 2.0)
-    tokens: dict[int, int] = {}
-    busy: dict[int, float] = {}
-    for line in rounds:
-        index = int((line.time_s - begin) / width)
-        tokens[index] = tokens.get(index, 0) + line.tokens
-        busy[index] = busy.get(index, 0.0) + line.seconds + line.pause_s
-    last = max(tokens)
-    return [
-        (begin + (i + 0.5) * width, tokens[i] / busy[i] if busy.get(i) else None) for i in range(last + 1)
-    ]
+    found = []
+    for index, group in groupby(rounds, key=lambda line: int((line.time_s - begin) / width)):
+        part = list(group)
+        busy_s = sum(line.seconds + line.pause_s for line in part)
+        if busy_s > 0:
+            found.append((begin + (index + 0.5) * width, sum(line.tokens for line in part) / busy_s))
+    return found
 
 
 METHODS = {

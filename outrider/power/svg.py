@@ -15,7 +15,7 @@ from html import escape
 __all__ = ["Line", "Mark", "bars", "scatter", "thin", "ticks", "timeline"]
 
 WIDTH = 400.0
-LEFT, RIGHT, TOP = 42.0, 10.0, 8.0
+LEFT, RIGHT, TOP = 42.0, 16.0, 8.0
 MOST_POINTS = 400  # of a line: more than the plot can show
 
 
@@ -66,27 +66,20 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     return [round(n * step, 12) for n in range(first, last + 1)]
 
 
-def thin(
-    points: Sequence[tuple[float, float | None]], most: int = MOST_POINTS
-) -> list[tuple[float, float | None]]:
-    """At most `most` points that keep the lowest and the highest of every stretch."""
+def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """At most about `most` points that keep the lowest and the highest of every stretch."""
     if len(points) <= most:
         return list(points)
-    stretch = math.ceil(len(points) / (most // 2))
-    kept: list[tuple[float, float | None]] = []
+    stretch = math.ceil(len(points) / max(1, most // 2))
+    kept: list[tuple[float, float]] = []
     for begin in range(0, len(points), stretch):
         part = points[begin : begin + stretch]
-        known = [point for point in part if point[1] is not None]
-        if not known:
-            kept.append(part[0])
-            continue
-        ends = {min(known, key=_height), max(known, key=_height)}
-        kept.extend(sorted(ends))
+        kept.extend(sorted({min(part, key=_height), max(part, key=_height)}))
     return kept
 
 
-def _height(point: tuple[float, float | None]) -> float:
-    return -math.inf if point[1] is None else point[1]
+def _height(point: tuple[float, float]) -> float:
+    return point[1]
 
 
 def _open(height: float, title: str, description: str, name: str) -> str:
@@ -249,8 +242,9 @@ def _panel(line: Line, x_scale: _Scale, top: float, height: float) -> str:
     parts += [_text(LEFT - 4, y_scale(v) + 4, _number(v), anchor="end") for v in shown]
     if line.bound is not None:
         parts.append(_stroke(LEFT, y_scale(line.bound), WIDTH - RIGHT, y_scale(line.bound), "bound"))
-    for stretch in _stretches(thin(line.points)):
-        path = _path(stretch, x_scale, y_scale, line.steps)
+    for stretch in _stretches(line.points):
+        share = max(8, MOST_POINTS * len(stretch) // len(line.points))
+        path = _path(thin(stretch, share), x_scale, y_scale, line.steps)
         parts.append(f'<polyline points="{path}" class="line"/>')
     unit = f" ({line.unit})" if line.unit else ""
     parts.append(_text(LEFT, top - 5, f"{line.name}{unit}", "name"))

@@ -2,7 +2,9 @@
 
 A profile is runs: a cell (a way to draft) decodes the same texts for the same time, in every repetition once,
 in random order, plain decoding among them. Between runs the machine cools down to where it began, as far as
-a thermometer can tell. What comes of it is a raw trace; `power.summarise` makes figures of that.
+a thermometer can tell. Under a power cap or a temperature limit every cell is governed, fixed k by pauses
+alone; without either nothing holds the device back but itself. What comes of it is a raw trace;
+`power.summarise` makes figures of that.
 """
 
 from __future__ import annotations
@@ -317,7 +319,8 @@ class _RunCounter:
         self.start_c = sweep._sample(rig.monitor.poll()).hottest_c
         policy = Policy(cell.objective or "latency", options.power_cap_w, options.temp_limit_c)
         self._planner = sweep.planner(cell)
-        self._engine = rig.engine(self._planner, rig.pacer(policy))
+        free = options.power_cap_w is None and options.temp_limit_c is None
+        self._engine = rig.engine(self._planner, rig.pacer(policy, free=free))
         self._next = rig.texts()
         self._work = RunWork()
         self._counts = dict.fromkeys(("tokens", "prompt", "rounds", "drafted", "evaluated", "accepted"), 0)

@@ -13,9 +13,9 @@ from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from outrider.contracts import Clock, Drafter, Energy, Graph
+from outrider.contracts import Clock, Costs, Drafter, Energy, Graph, Objective
 from outrider.errors import ContextError, UsageError
-from outrider.power.governor import Governor, Policy
+from outrider.power.governor import Directive, Governor, Policy
 from outrider.power.monitor import Monitor
 from outrider.power.sensors.simulated import Simulated
 from outrider.power.state import State
@@ -36,10 +36,28 @@ if TYPE_CHECKING:
     from outrider.power.energy import EnergyModel
     from outrider.runtime.pipeline import Pipeline
 
-__all__ = ["Rig", "Text", "Texts", "bundle_rig", "fitting_prompts", "host_rig", "nominal_energy", "trace_rig"]
+__all__ = [
+    "FreeGovernor",
+    "Rig",
+    "Text",
+    "Texts",
+    "bundle_rig",
+    "fitting_prompts",
+    "host_rig",
+    "nominal_energy",
+    "trace_rig",
+]
 
 DEFAULT_PREFILL = 512  # tokens of the prompt in one forward
 _WIDTHS = range(1, 17)  # of verify forwards that a prior is given for
+
+
+class FreeGovernor(Governor):
+    """Lets everything pass, so that the device is seen as it is; only the objective is the policy's."""
+
+    def decide(self, state: State, costs: Costs | None = None) -> Directive:
+        """The same directive, whatever the state."""
+        return Directive(Objective(self.policy.objective))
 
 
 @dataclass(frozen=True)
@@ -91,9 +109,13 @@ class Rig:
             self._energy_model = EnergyModel(self.prior, tuple(self.drafters))
         return self._energy_model
 
-    def pacer(self, policy: Policy, limits: Any = None) -> Pacer:
-        """A pacer with a governor of its own, under `policy`; `limits` stands in for the device's figures."""
-        governor = Governor(policy, limits if limits is not None else self.device)
+    def pacer(self, policy: Policy, limits: Any = None, *, free: bool = False) -> Pacer:
+        """A pacer with a governor of its own, under `policy`; `limits` stands in for the device's figures.
+
+        A `free` one limits nothing, but serves the objective and learns what rounds take.
+        """
+        kind = FreeGovernor if free else Governor
+        governor = kind(policy, limits if limits is not None else self.device)
         return Pacer(self.monitor, governor, self.energy_model, None, self.clock, POLL_S)
 
     def engine(self, planner: Planner, pacer: Pacer | None) -> Engine:
