@@ -12,8 +12,9 @@ import pytest
 
 from benchmarks.power import oracle as oracle_module
 from benchmarks.power.oracle import Costing, OraclePlan, oracle
-from benchmarks.power.scenarios import DEVICES, courses, days, phone_twenty_minutes, profile_of, suite
+from benchmarks.power.scenarios import DEVICES, courses, days, phone_twenty_minutes, suite
 from outrider.runtime.rounds import Engine, Request
+from outrider.runtime.simulate import profile_of
 from outrider.targets.device import Device, load_device
 from outrider.targets.scenario import Event, Scenario
 from outrider.targets.simulated import DRAFT_COST, TARGET_COST, Machine, SimulatedGraph, perturbed
@@ -104,7 +105,8 @@ def test_courses_rank_categories_by_what_a_round_commits() -> None:
 
 def test_the_governors_profile_is_nominal_but_for_the_limits() -> None:
     scenario = phone_twenty_minutes(TEXTS)
-    profile, nominal = profile_of(scenario), load_device(scenario.device)
+    nominal = load_device(scenario.device)
+    profile = profile_of(scenario, nominal)
     assert profile.units == nominal.units
     assert profile.power == nominal.power
     assert profile.skin_limit_c == scenario.skin_limit_c

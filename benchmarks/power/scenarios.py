@@ -8,15 +8,15 @@ of energy and time. Every scenario runs on a specimen that differs from its prof
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from outrider.errors import UsageError
-from outrider.targets.device import Device, Figure, load_device
+from outrider.targets.device import Device, load_device
 from outrider.targets.scenario import Event, Scenario
 from outrider.targets.trace_model import TraceText
 
-__all__ = ["DEVICES", "Courses", "courses", "days", "phone_twenty_minutes", "profile_of", "suite"]
+__all__ = ["DEVICES", "Courses", "courses", "days", "phone_twenty_minutes", "suite"]
 
 DEVICES = (
     "raspberry-pi-5",
@@ -123,21 +123,6 @@ def _die_limit(profile: Device, ambient_c: float, goal: str) -> float:
 
 def _skin_limit(profile: Device, ambient_c: float) -> float | None:
     return None if profile.skin_limit_c is None else _SKIN_C[ambient_c]
-
-
-def profile_of(scenario: Scenario) -> Device:
-    """What the governor may know: the nominal profile, with the scenario's limits."""
-    device = load_device(scenario.device)
-    limits: Mapping[str, float | None] = {
-        "die_limit_c": scenario.temp_limit_c,
-        "skin_limit_c": scenario.skin_limit_c,
-    }
-    given = {
-        name: Figure(limit, f"scenario {scenario.name}")
-        for name, limit in limits.items()
-        if limit is not None
-    }
-    return replace(device, thermal=replace(device.thermal, **given))
 
 
 def phone_twenty_minutes(texts: Sequence[TraceText]) -> Scenario:

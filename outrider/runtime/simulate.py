@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +23,7 @@ from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import Planner
 from outrider.runtime.rig import Rig, trace_rig
 from outrider.runtime.rounds import Engine, Request, Round
-from outrider.targets.device import Device, load_device
+from outrider.targets.device import Device, Figure, load_device
 from outrider.targets.scenario import Scenario, read_scenario
 from outrider.targets.simulated import DRAFT_COST, TARGET_COST, Machine, ModelCost, perturbed
 from outrider.targets.trace_model import TraceText
@@ -206,19 +205,13 @@ def policy_of(scenario: Scenario) -> Policy:
     )
 
 
-def limits_of(scenario: Scenario, device: Device) -> SimpleNamespace:
-    """The device's figures as a governor reads them, with the scenario's limits where they are lower."""
-    return SimpleNamespace(
-        temp_limit_c=_least(device.temp_limit_c, scenario.temp_limit_c),
-        skin_limit_c=_least(device.skin_limit_c, scenario.skin_limit_c),
-        sustained_w=float(device.sustained_w),
-        static_w=float(device.static_w),
-    )
-
-
-def _least(*limits: float | None) -> float | None:
-    known = [float(limit) for limit in limits if limit is not None]
-    return min(known, default=None)
+def profile_of(scenario: Scenario, device: Device) -> Device:
+    """What a governor knows of the device: its profile, with the scenario's limits in place of its own."""
+    named = {"die_limit_c": scenario.temp_limit_c, "skin_limit_c": scenario.skin_limit_c}
+    given = {
+        name: Figure(limit, f"scenario {scenario.name}") for name, limit in named.items() if limit is not None
+    }
+    return replace(device, thermal=replace(device.thermal, **given))
 
 
 @dataclass
@@ -246,8 +239,8 @@ class _Day:
     def live(self) -> PolicyRun:
         """From the first second to the last."""
         machine = self._machine
-        self.limits = limits_of(self.scenario, self.device)
-        pacer = self.rig.pacer(policy_of(self.scenario), self.limits) if self.rule.paced else None
+        self.profile = profile_of(self.scenario, self.device)
+        pacer = self.rig.pacer(policy_of(self.scenario), self.profile) if self.rule.paced else None
         engine = self.rig.engine(Planner(), pacer)
         self._begin = self.rig.texts()
         self._look()
@@ -307,7 +300,7 @@ class _Day:
 
     def _over_c(self) -> float:
         """How far the hotter of die and case is above its limit."""
-        hot, limits = self._machine.temperatures, self.limits
+        hot, limits = self._machine.temperatures, self.profile
         pairs = ((hot.die_c, limits.temp_limit_c), (hot.case_c, limits.skin_limit_c))
         return max((c - limit for c, limit in pairs if limit is not None), default=-np.inf)
 
