@@ -14,6 +14,7 @@ from outrider.errors import BundleError, OutriderError
 
 if TYPE_CHECKING:
     from outrider.export.bundle import ExportOptions
+    from outrider.runtime.heat_replay import HeatReplay, Stretch
     from outrider.runtime.pipeline import Pipeline, Result
 
 __all__ = ["command"]
@@ -62,6 +63,9 @@ user = "app"
 """
 PROMPT = f"Change the port of the server to 9090 and repeat the whole file, nothing else:\n\n{CONFIG}"
 
+FASTEST = 8.0  # how much faster than it was recorded heat is played back, at most
+COOL_S = 15.0  # of the trace, before it gets warm: at least one text should fit in
+
 
 @click.command(name="demo")
 @click.option("--pair", type=click.Choice(list(PAIRS)), default="smollm2", show_default=True)
@@ -80,7 +84,8 @@ def command(pair: str, output: Path | None, mirror: str | None, force: bool, max
     try:
         _bundle(bundle, chosen, mirror, force, bar)
         _check(bundle, bar)
-        _decode(bundle, max_tokens, bar)
+        plain = _decode(bundle, max_tokens, bar)
+        _heat(bundle, max_tokens, plain)
     finally:
         bar.close()
     click.echo(f"\nThe bundle is at {bundle}\nTry: outrider chat {bundle}")
@@ -142,7 +147,7 @@ def _check(bundle: Path, bar: ProgressBar) -> None:
         raise OutriderError("the bundle did not pass its check; see the problems above")
 
 
-def _decode(bundle: Path, max_tokens: int, bar: ProgressBar) -> None:
+def _decode(bundle: Path, max_tokens: int, bar: ProgressBar) -> Result:
     import outrider
     from outrider.runtime.bench import Setting, bench, default_prompts, format_rows
     from outrider.runtime.check import first_difference
@@ -169,13 +174,82 @@ def _decode(bundle: Path, max_tokens: int, bar: ProgressBar) -> None:
         )
         bar.close()
         click.echo(format_rows([row for row in rows if row.category in ("edit", "all")], "md"))
+        return plain
+
+
+def _heat(bundle: Path, max_tokens: int, plain: Result) -> None:
+    """Decode under recorded heat; raises OutriderError when the text differs or k did not follow."""
+    import outrider
+    from outrider.power.monitor import open_telemetry
+    from outrider.power.traces import THROTTLING, THROTTLING_DEVICE
+    from outrider.runtime.heat_replay import Tempo, replay_heat
+    from outrider.runtime.pipeline import Options
+
+    clock = Tempo()
+    monitor = open_telemetry(THROTTLING, clock)
+    with outrider.load(bundle, telemetry=monitor, device=THROTTLING_DEVICE) as pipeline:
+        warm_up = _answer(pipeline, max_tokens).stats  # the planner measures what rounds cost here
+        speed = min(FASTEST, COOL_S / max(warm_up.decode_s, 1e-3))
+        click.echo(
+            "\n5. Under heat: the same prompt again and again, with k=auto, while a board overheats and recovers\n"
+            f"   (the telemetry is of a simulated Raspberry Pi 4, played back {speed:.1f} times as fast;\n"
+            "   model, drafts, planner and governor are real)\n\n"
+            f"   {HEADER}"
+        )
+        clock.start(speed)
+        request = Options(max_tokens=max_tokens).request(pipeline.tokenizer.eos_ids)
+        replay = replay_heat(
+            pipeline.engine,
+            _prompt_tokens(pipeline),
+            request,
+            plain.tokens,
+            monitor,
+            lambda stretch: click.echo("   " + _row(stretch)),
+        )
+    _judge(replay)
+
+
+HEADER = f"{'trace s':>9}  {'silicon °C':>11}  {'level':8}  {'mean k':>6}  {'largest k':>9}  {'works':>5}  tokens/s"
+
+
+def _row(stretch: Stretch) -> str:
+    """What happened at one level, as a line of the table."""
+    times = f"{stretch.begin_s:.0f}-{stretch.end_s:.0f}"
+    heat = "?" if stretch.low_c is None else f"{stretch.low_c:.1f}-{stretch.high_c:.1f}"
+    mean = "-" if stretch.k_mean is None else f"{stretch.k_mean:.1f}"
+    rate = "-" if stretch.tokens_per_s is None else f"{stretch.tokens_per_s:.1f}"
+    work = f"{100 * stretch.work:.0f} %"
+    return (
+        f"{times:>9}  {heat:>11}  {stretch.level!s:8}  {mean:>6}  {stretch.k_most:>9}  {work:>5}  {rate:>8}"
+    )
+
+
+def _judge(replay: HeatReplay) -> None:
+    """The result in a sentence; raises OutriderError when it is not what was promised."""
+    first, hottest, last = replay.ks
+    if replay.difference is not None:
+        text, token = replay.difference
+        raise OutriderError(f"under heat, text {text + 1} differs from the plain one at token {token + 1}")
+    if not (replay.fell and replay.came_back):
+        raise OutriderError(
+            f"the largest k was {first} at first, {hottest} at the hottest and {last} at last; it should have fallen"
+            " and come back"
+        )
+    click.echo(
+        f"\n   k fell from {first} to {hottest} and came back to {last};"
+        f" {replay.texts} texts, {replay.tokens} tokens, all identical to plain decoding"
+    )
+
+
+def _prompt_tokens(pipeline: Pipeline) -> list[int]:
+    if pipeline.template is None:
+        return pipeline.tokenizer.encode(PROMPT)
+    return pipeline.chat_tokens([{"role": "user", "content": PROMPT}])
 
 
 def _answer(pipeline: Pipeline, max_tokens: int, **options: Any) -> Result:
     pipeline.reset()
-    if pipeline.template is None:
-        return pipeline.generate(PROMPT, max_tokens=max_tokens, **options)
-    return pipeline.chat([{"role": "user", "content": PROMPT}], max_tokens=max_tokens, **options)
+    return pipeline.generate(_prompt_tokens(pipeline), max_tokens=max_tokens, **options)
 
 
 def _rate(result: Result) -> str:
