@@ -24,6 +24,7 @@ from outrider.errors import (
     OutriderError,
     TokenizerError,
     TokenizerMismatch,
+    TraceError,
     UsageError,
 )
 
@@ -51,6 +52,7 @@ __all__ = [
     "Stats",
     "TokenizerError",
     "TokenizerMismatch",
+    "TraceError",
     "UsageError",
     "load",
 ]

@@ -9,6 +9,7 @@
     │   └── TokenizerMismatch   draft and target do not share a token map
     ├── ExportError             lowering or quantizing failed or changed nothing
     ├── BundleError             a bundle or its manifest is damaged or of another version
+    ├── TraceError              a trace is damaged, of another version, or cannot be written
     ├── BackendError            a library cannot run a graph here
     └── ContextError            a prompt or a generation does not fit the context
 
@@ -28,6 +29,7 @@ __all__ = [
     "OutriderError",
     "TokenizerError",
     "TokenizerMismatch",
+    "TraceError",
     "UsageError",
 ]
 
@@ -75,6 +77,10 @@ class ExportError(OutriderError):
 
 class BundleError(OutriderError):
     """A bundle or its manifest is damaged, incomplete, or of an unknown version."""
+
+
+class TraceError(OutriderError):
+    """A trace cannot be written, or is unreadable, damaged, of another version, or replays differently."""
 
 
 class BackendError(OutriderError):

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
 
+from outrider.errors import UsageError
+
 __all__ = ["decode", "replaced"]
 
 _MAPPINGS = (Mapping, dict)
@@ -58,7 +60,7 @@ def _decode_record(kind: Any, value: Any, where: str, error: type[Exception]) ->
     parts = {name: decode(hints[name], part, _inside(where, name), error) for name, part in value.items()}
     try:
         return kind(**parts)
-    except error as refused:
+    except (error, UsageError) as refused:
         raise error(f"{where}: {refused}") from None
 
 

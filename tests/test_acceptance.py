@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from outrider.contracts import Sampling
+from outrider.lines import read_lines
 from outrider.runtime.acceptance import DRAFT_LENGTH, runs
 from outrider.runtime.context import Context, common_prefix
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.rounds import Engine, Request
-from outrider.runtime.trace import read_trace
 from outrider.targets.fake import FakeGraph, blend_logits, random_logits
 
 VOCAB = 12
@@ -82,10 +82,9 @@ def test_the_command_writes_a_trace_that_can_be_read(tmp_path: Path, float_bundl
     code, out, err = run_main("acceptance", str(float_bundle), *words)
     assert code == 0, err
     assert "2 answers, drafters lookup, model" in out
-    header, records = read_trace(tmp_path / "a.jsonl")
-    rows = list(records)
-    assert header["kind"] == "acceptance"
-    assert header["models"]
+    trace = read_lines(tmp_path / "a.jsonl", "acceptance")
+    rows = [record for _, record in trace]
+    assert trace.header["models"]
     assert len(rows) == 2
     for row in rows:
         assert row["runs"]["lookup"]["kind"]

@@ -128,13 +128,13 @@ def test_a_mistake_is_one_line_with_its_exit_code(
         (["-p", "x", "--no-draft", "--drafter", "model"], "model"),
         (["-p", "x", "--target-provider", "Cuda"], "unknown execution provider 'Cuda'; known: "),
         (["-p", "x", "--no-draft", "--draft-provider", "CPUExecutionProvider"], "draft_providers was given"),
-        (["-p", "x", "--trace", "nowhere/trace.jsonl"], "cannot be written"),
+        (["-p", "x", "--trace", "nowhere/trace.jsonl"], "cannot write nowhere/trace.jsonl"),
         (["-p", "x", "--power-cap", "-4"], "power_cap_w is -4.0"),
         (["-p", "x", "--temp-limit", "7"], "temp_limit_c is 7.0"),
         (["-p", "x", "--battery-floor", "101"], "battery_floor_percent is 101.0"),
         (["-p", "x", "--device", "toaster"], "toaster"),
         (["-p", "x", "--no-governor", "--temp-limit", "70"], "governor is off, but temp_limit_c was given"),
-        (["-p", "x", "--governor-log", "nowhere/log.jsonl"], "cannot be written"),
+        (["-p", "x", "--governor-log", "nowhere/log.jsonl"], "cannot write nowhere/log.jsonl"),
     ],
 )
 def test_an_option_that_cannot_be_honoured_is_refused(

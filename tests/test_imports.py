@@ -15,10 +15,10 @@ import outrider
 PACKAGE = Path(outrider.__file__).parent
 HEAVY = {"torch", "transformers", "onnx", "onnxscript", "coremltools", "executorch"}
 RANKS = {
-    "errors": 0, "contracts": 1, "folders": 1, "records": 1, "manifest": 2, "targets": 3, "quantize": 3, "power": 4,
-    "runtime": 5, "export": 5, "distill": 5, "__init__": 6, "cli": 7, "__main__": 8,
+    "errors": 0, "contracts": 1, "folders": 1, "lines": 1, "records": 1, "manifest": 2, "targets": 3,
+    "quantize": 3, "power": 4, "runtime": 5, "export": 5, "distill": 5, "__init__": 6, "cli": 7, "__main__": 8,
 }  # fmt: skip
-DEVICE_ROOMS = ["contracts", "errors", "folders", "manifest", "power", "records", "runtime", "targets"]
+DEVICE_ROOMS = sorted(RANKS.keys() - {"quantize", "export", "distill", "__init__", "cli", "__main__"})
 
 
 def room_of(module: str) -> str:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.contracts import Costs, Energy, Objective, Reading, Sampling
-from outrider.errors import BackendError
+from outrider.errors import BackendError, TraceError
 from outrider.power.governor import Directive, Governor, Level, Policy
 from outrider.power.state import State
 from outrider.runtime.decision_log import DecisionLog, read_policy, replay_decisions
@@ -21,7 +21,6 @@ from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import LONGEST_PACE_S, Planner
 from outrider.runtime.rounds import Engine, Request
-from outrider.runtime.trace import TraceError
 from outrider.targets.fake import FakeGraph, VirtualClock, blend_logits, random_logits
 
 VOCAB = 17
@@ -431,6 +430,7 @@ def test_a_full_disk_ends_the_decision_log_and_not_the_text(caplog):
             self.lines += 1
             if self.lines > 3:
                 raise OSError(28, "No space left on device")
+            return len(line)
 
     rounds = governed_rounds(hot_spell, n=200, log=Full())
     assert text(rounds) == plain(200)

@@ -30,6 +30,7 @@ from outrider.runtime.run_meter import RunMeter
 from outrider.targets.device import load_device
 from outrider.targets.simulated import Machine
 from tests.acceptance_texts import made_up_texts, write_texts
+from tests.full_disk import FullDisk
 
 TEXTS = made_up_texts()
 SHORT = Options(ks=(2, "auto"), minutes=1.0, repeats=2, cool_down_s=300.0, idle_s=8.0, warm_up_s=3.0)
@@ -237,17 +238,17 @@ def test_a_full_disk_ends_it_with_a_clear_error_and_a_readable_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = 0
-    append = ProfileWriter._append
+    write = ProfileWriter.write
 
     def full(self: ProfileWriter, record: Any) -> None:
         nonlocal written
         written += 1
-        if written > 400 and self._file is not None:
-            self._abandon()
-            raise ProfileError(f"{self.path} cannot be written any further: No space left on device")
-        append(self, record)
+        if written == 400:
+            self._file.close()
+            self._file = FullDisk(10)
+        write(self, record)
 
-    monkeypatch.setattr(ProfileWriter, "_append", full)
+    monkeypatch.setattr(ProfileWriter, "write", full)
     with pytest.raises(ProfileError, match="No space left"):
         swept(tmp_path)
     found = read_profile(tmp_path / "profile.jsonl")

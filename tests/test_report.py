@@ -31,6 +31,7 @@ from outrider.power.profile_trace import (
 from outrider.power.report import render, write_report
 from outrider.power.summarise import summarise
 from outrider.power.summary import read_summary, write_summary
+from tests.full_disk import FullDisk
 
 CELLS = [(None, "0", 8.0, 4.0), ("model", "2", 11.0, 5.5), ("model", "4", 10.0, 7.0)]
 """Drafter, k, tokens a second, watts."""
@@ -371,7 +372,7 @@ def test_a_trace_comes_back_as_it_was_written(tmp_path: Path) -> None:
     with ProfileWriter(path, trace.header) as writer:
         for line in (*trace.samples, *trace.rounds, *trace.runs, trace.end):
             assert line is not None
-            writer.write(line)
+            writer.add(line)
     back = read_profile(path)
     assert back.header == trace.header
     assert back.runs[0].label == "plain"
@@ -383,8 +384,8 @@ def test_a_trace_comes_back_as_it_was_written(tmp_path: Path) -> None:
 def written(tmp_path: Path) -> Path:
     path = tmp_path / "profile.jsonl"
     with ProfileWriter(path, a_trace(repeats=1).header) as writer:
-        writer.write(Sample(0.5, 3.0))
-        writer.write(Sample(0.6, 3.1))
+        writer.add(Sample(0.5, 3.0))
+        writer.add(Sample(0.6, 3.1))
     return path
 
 
@@ -402,16 +403,20 @@ def test_a_trace_cut_off_in_a_line_is_read_up_to_there(
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"time_s":0.5,', "", r"profile\.jsonl:2: sample\.time_s is missing"),
+        ('"time_s":0.5,', "", r"profile\.jsonl, line 2: sample\.time_s is missing"),
         (
             '"power_w":3.0',
             '"power_w":"hot"',
-            r"profile\.jsonl:2: sample\.power_w is 'hot'; expected a number",
+            r"profile\.jsonl, line 2: sample\.power_w is 'hot'; expected a number",
         ),
-        ('"record":"sample"', '"record":"what"', r"profile\.jsonl:2 is no line of a profile"),
-        ('{"record":"sample"', "{{", r"profile\.jsonl:2 is no line of a profile"),
-        ('"kind":"profile"', '"kind":"decode"', "is not the trace of a profile"),
-        ('"schema_version":1', '"schema_version":9', "schema_version 9; this Outrider reads 1"),
+        (
+            '"record":"sample"',
+            '"record":"what"',
+            r"profile\.jsonl, line 2: record is 'what'; known: sample, round",
+        ),
+        ('{"record":"sample"', "{{", r"profile\.jsonl, line 2 is not JSON"),
+        ('"kind":"profile"', '"kind":"decode"', "kind 'decode'; expected version 1 of profile"),
+        ('"schema_version":1', '"schema_version":9', "schema_version 9"),
         ('"run_s":80.0,', "", r"profile\.jsonl: header\.settings\.run_s is missing"),
     ],
 )
@@ -427,31 +432,13 @@ def test_a_damaged_trace_is_refused_by_line_and_field(
 
 
 def test_a_full_disk_is_a_clear_error_and_what_was_written_stays(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    writer = ProfileWriter(tmp_path / "second.jsonl", a_trace(repeats=1).header)
-    writer.write(Sample(0.5))
-    file = writer._file
-    assert file is not None
-
-    class Full:
-        def write(self, text: str) -> None:
-            raise OSError(28, "No space left on device")
-
-        def close(self) -> None:
-            file.close()
-
-    writer._file = Full()  # type: ignore[assignment]
-    with pytest.raises(ProfileError, match="No space left on device; free some space"):
-        writer.write(Sample(0.6))
-    writer.close()
-    assert len(read_profile(tmp_path / "second.jsonl").samples) == 1
-    assert len(read_profile(path).samples) == 2
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_disk_that_is_really_full_is_a_clear_error() -> None:
-    with pytest.raises(ProfileError, match="cannot be written any further"):
-        ProfileWriter("/dev/full", a_trace(repeats=1).header)
+    disk = FullDisk(len(written(tmp_path).read_bytes()) - 5)
+    writer = ProfileWriter(disk, a_trace(repeats=1).header)
+    writer.add(Sample(0.5, 3.0))
+    with pytest.raises(ProfileError, match=r"No space left on device.*make room"):
+        writer.add(Sample(0.6, 3.1))
+    (tmp_path / "second.jsonl").write_bytes(disk.getvalue())
+    assert [sample.time_s for sample in read_profile(tmp_path / "second.jsonl").samples] == [0.5]
 
 
 def test_a_summary_comes_back_and_a_missing_field_is_named(tmp_path: Path) -> None:

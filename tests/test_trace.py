@@ -8,9 +8,9 @@ import json
 import pytest
 
 from outrider.contracts import Sampling
-from outrider.errors import UsageError
+from outrider.errors import TraceError
 from outrider.runtime.rounds import Engine, Request
-from outrider.runtime.trace import TraceError, TraceWriter, replay
+from outrider.runtime.trace import TraceWriter, replay
 from outrider.targets.fake import FakeDrafter, FakeGraph, blend_logits, random_logits
 
 VOCAB = 9
@@ -100,12 +100,12 @@ def test_rows_too_wide_to_keep_are_counted_as_skipped():
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([], "not JSON"),
+        ([], "empty"),
         (["[]"], "not an object"),
         (['{"schema_version": 99, "kind": "decode"}'], "99"),
         (['{"schema_version": 1, "kind": "dream"}'], "dream"),
         (['{"schema_version": 1, "kind": "acceptance"}'], "acceptance"),
-        (['{"schema_version": 1, "kind": "decode", "sampling": {}}', '{"posi'], "line 2"),
+        (['{"schema_version": 1, "kind": "decode", "sampling": {}}', '{"posi\n'], "line 2"),
     ],
 )
 def test_a_damaged_or_foreign_trace_is_refused_with_the_reason(lines, words):
@@ -113,6 +113,8 @@ def test_a_damaged_or_foreign_trace_is_refused_with_the_reason(lines, words):
         replay(lines)
 
 
-def test_an_unknown_kind_is_refused_and_lists_the_known():
-    with pytest.raises(UsageError, match="telemetry, decode, acceptance"):
-        TraceWriter(io.StringIO(), "dream")
+def test_a_trace_that_was_cut_off_replays_up_to_there():
+    lines, tokens = traced(SAMPLINGS["match"])
+    result = replay([*lines[:-1], lines[-1][:-5]])
+    assert result.rounds == len(lines) - 2
+    assert result.tokens == tuple(tokens)[: len(result.tokens)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from outrider.contracts import Sampling
-from outrider.errors import ContextError, UsageError
+from outrider.errors import ContextError, TraceError, UsageError
 from outrider.runtime.rounds import Request
 from outrider.targets.physics import Work, roofline_time
 from outrider.targets.simulated import (
@@ -142,15 +142,15 @@ def test_an_acceptance_trace_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"kind": "decode", "schema_version": 1}', r"line 1: kind and schema_version are \('decode', 1\)"),
-        ("{", "line 1: "),
-        ("[]", "line 1: "),
+        ('{"kind": "decode", "schema_version": 1}', "schema_version 1 and kind 'decode'"),
+        ("{", "line 1 is not JSON"),
+        ("[]", "line 1 is list"),
     ],
 )
 def test_a_wrong_header_is_refused(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(line + "\n", encoding="utf-8")
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(TraceError, match=message):
         read_acceptance(path)
 
 
@@ -159,14 +159,14 @@ def test_a_faulty_record_names_its_line(tmp_path: Path) -> None:
     text = path.read_text()
     path.write_text(text.replace('"tokens": 96', '"tokens": 97'), encoding="utf-8")
     with pytest.raises(
-        UsageError, match=r"a\.jsonl, line 2: run 'model' has \[96\] positions; the text has 97"
+        TraceError, match=r"a\.jsonl, line 2: run 'model' has \[96\] positions; the text has 97"
     ):
         read_acceptance(path)
     path.write_text(text.replace('"category"', '"kategory"'), encoding="utf-8")
-    with pytest.raises(UsageError, match="line 2: 'category' is missing"):
+    with pytest.raises(TraceError, match="line 2: kategory is an unknown field"):
         read_acceptance(path)
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(TraceError, match="cannot read"):
         read_acceptance(tmp_path / "none.jsonl")
     write_trace(path, [])
-    with pytest.raises(UsageError, match="holds no text"):
+    with pytest.raises(TraceError, match="holds no text"):
         read_acceptance(path)

@@ -24,9 +24,9 @@ def command(bundle: Path, out: Path, max_tokens: int, **options: Any) -> None:
 
     `outrider simulate` and `outrider profile --device` take it in place of the bundle.
     """
+    from outrider.lines import LineWriter
     from outrider.runtime.acceptance import record_acceptance
     from outrider.runtime.bench import default_prompts, load_prompts
-    from outrider.runtime.trace import TraceWriter
 
     file, limit = options.pop("prompts"), options.pop("per_category")
     prompts = load_prompts(file, limit) if file else default_prompts()
@@ -34,7 +34,7 @@ def command(bundle: Path, out: Path, max_tokens: int, **options: Any) -> None:
     with open_pipeline(bundle, options) as pipeline:
         manifest = pipeline.manifest
         models = {source.role: source.model for source in manifest.sources} if manifest else {}
-        with TraceWriter(out, "acceptance", models=models, max_tokens=max_tokens) as trace:
+        with LineWriter(out, "acceptance", {"models": models, "max_tokens": max_tokens}) as trace:
             for record in record_acceptance(
                 pipeline, prompts, max_tokens, lambda done, total: bar("recording", done / total)
             ):

@@ -96,14 +96,14 @@ def _texts(
 
 
 def _record(pipeline: Any, path: Path, max_tokens: int, bar: ProgressBar) -> None:
+    from outrider.lines import LineWriter
     from outrider.runtime.acceptance import record_acceptance
     from outrider.runtime.rig import fitting_prompts
-    from outrider.runtime.trace import TraceWriter
 
     def tell(done: int, total: int) -> None:
         bar("recording acceptance", done / total)
 
-    with TraceWriter(path, "acceptance", max_tokens=max_tokens) as trace:
+    with LineWriter(path, "acceptance", {"max_tokens": max_tokens}) as trace:
         for record in record_acceptance(pipeline, fitting_prompts(pipeline), max_tokens, tell):
             trace.write(record)
 

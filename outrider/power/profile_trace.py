@@ -1,25 +1,21 @@
-"""The raw trace of `outrider profile`: JSON lines of samples, rounds and runs; see docs/formats.md.
+"""The raw trace of `outrider profile` (see `outrider.lines`): samples, rounds and runs.
 
 Times are seconds since the profile began, on the clock of the device (virtual where it is simulated).
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from outrider.contracts import as_json
-from outrider.errors import OutriderError, UsageError
+from outrider.errors import TraceError
+from outrider.lines import LineWriter, read_lines
 from outrider.records import decode
 
 __all__ = [
-    "SCHEMA_VERSION",
     "End",
     "Header",
     "ProfileError",
@@ -33,13 +29,8 @@ __all__ = [
     "read_profile",
 ]
 
-SCHEMA_VERSION = 1
-KIND = "profile"
 
-_log = logging.getLogger(__name__)
-
-
-class ProfileError(OutriderError):
+class ProfileError(TraceError):
     """A profile's trace or summary is unreadable, of another version, or cannot be written."""
 
 
@@ -65,8 +56,6 @@ class Header:
     tool_version: str
     provenance: Mapping[str, str]
     simulated: bool
-    schema_version: int = SCHEMA_VERSION
-    kind: str = KIND
 
 
 @dataclass(frozen=True)
@@ -207,58 +196,18 @@ class ProfileTrace:
         return self.end is None or not self.end.complete
 
 
-class ProfileWriter:
-    """Appends lines to a trace, each flushed: whatever happens next, what was measured is kept.
+class ProfileWriter(LineWriter):
+    """Appends lines to a trace: whatever happens next, what was measured is kept.
 
     Raises ProfileError when the file cannot be written; what was written before stays readable.
     """
 
-    def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
-        self.path = Path(path)
-        self._file: TextIO | None = None
-        try:
-            self._file = self.path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"the profile {path} cannot be written: {error.strerror or error}") from None
-        self._append(as_json(header))
+    def __init__(self, target: str | os.PathLike[str] | BinaryIO, header: Header) -> None:
+        super().__init__(target, "profile", as_json(header), ProfileError)
 
-    def write(self, line: Line) -> None:
+    def add(self, line: Line) -> None:
         """Append one line."""
-        self._append({"record": _NAMES[type(line)], **as_json(line)})
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(json.dumps(_rounded(record), separators=(",", ":"), allow_nan=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            self._abandon()
-            raise ProfileError(
-                f"{self.path} cannot be written any further: {error.strerror or error}; free some space, or"
-                " give another folder with -o. What was written before can be read"
-            ) from None
-
-    def _abandon(self) -> None:
-        """Close a file whose buffer cannot be written: closing would try that again."""
-        file, self._file = self._file, None
-        try:
-            if file is not None:
-                file.close()
-        except OSError:
-            pass
-
-    def close(self) -> None:
-        """Close the file; closing twice is allowed."""
-        self._abandon()
-
-    def __enter__(self) -> ProfileWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self.write({"record": _NAMES[type(line)], **_rounded(as_json(line))})
 
 
 def _rounded(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,50 +220,16 @@ def read_profile(path: str | os.PathLike[str]) -> ProfileTrace:
 
     Raises ProfileError for a file that is no profile, of another version, or damaged inside.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read the profile {path}: {error}") from None
-    name = Path(path).name
-    header = _header(lines[0], name)
+    lines = read_lines(path, "profile", failure=ProfileError)
+    header = {name: value for name, value in lines.header.items() if name not in ("schema_version", "kind")}
+    known: Header = decode(Header, header, f"{lines.name}: header", ProfileError)
     found: dict[type, list[Any]] = {kind: [] for kind in _KINDS.values()}
-    for record in _records(lines, name):
-        found[type(record)].append(record)
+    for where, record in lines:
+        name = record.pop("record", None)
+        if name not in _KINDS:
+            raise ProfileError(f"{where}: record is {name!r}; known: {', '.join(_KINDS)}")
+        found[_KINDS[name]].append(decode(_KINDS[name], record, f"{where}: {name}", ProfileError))
     ends = found[End]
     return ProfileTrace(
-        header, tuple(found[Sample]), tuple(found[RoundLine]), tuple(found[Run]), ends[-1] if ends else None
+        known, tuple(found[Sample]), tuple(found[RoundLine]), tuple(found[Run]), ends[-1] if ends else None
     )
-
-
-def _header(line: str, name: str) -> Header:
-    record = _parsed(line)
-    if not isinstance(record, dict) or record.get("kind") != KIND:
-        raise ProfileError(f"{name} is not the trace of a profile; `outrider profile` writes one")
-    if record.get("schema_version") != SCHEMA_VERSION:
-        version = record.get("schema_version")
-        raise ProfileError(f"{name} has schema_version {version!r}; this Outrider reads {SCHEMA_VERSION}")
-    header: Header = decode(Header, record, f"{name}: header", ProfileError)
-    return header
-
-
-def _records(lines: list[str], name: str) -> Iterator[Line]:
-    last = len(lines) - 1  # a whole trace ends with a line break, so that nothing is left here
-    for number, line in enumerate(lines[1:], 1):
-        if not line:
-            continue
-        record = _parsed(line)
-        if record is None and number == last:
-            _log.warning("%s is cut off in line %d; what comes before it is used", name, number + 1)
-            return
-        if not isinstance(record, dict) or record.get("record") not in _KINDS:
-            known = ", ".join(_KINDS)
-            raise ProfileError(f"{name}:{number + 1} is no line of a profile; 'record' is one of {known}")
-        kind = _KINDS[record.pop("record")]
-        yield decode(kind, record, f"{name}:{number + 1}: {_NAMES[kind]}", ProfileError)
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from outrider.contracts import as_json
+from outrider.lines import SCHEMA_VERSION, check_header
 from outrider.power.intervals import Interval
 from outrider.power.profile_trace import ProfileError, Settings
 from outrider.records import decode, replaced
 
-__all__ = ["SCHEMA_VERSION", "Cell", "ErrorBudget", "Summary", "read_summary", "write_summary"]
+__all__ = ["Cell", "ErrorBudget", "Summary", "read_summary", "write_summary"]
 
-SCHEMA_VERSION = 1
 KIND = "profile-summary"
 
 
@@ -121,10 +121,6 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ProfileError(f"cannot read the summary {path}: {error}") from None
-    if not isinstance(record, dict) or record.get("kind") != KIND:
-        raise ProfileError(f"{name} is no summary of a profile; `outrider profile` writes one")
-    if record.get("schema_version") != SCHEMA_VERSION:
-        version = record.get("schema_version")
-        raise ProfileError(f"{name} has schema_version {version!r}; this Outrider reads {SCHEMA_VERSION}")
+    check_header(record if isinstance(record, dict) else {}, (KIND,), name, ProfileError)
     summary: Summary = decode(Summary, record, f"{name}: summary", ProfileError)
     return summary

@@ -1,14 +1,7 @@
-"""Traces of telemetry: JSON lines, a header first, then one line for each read of a sensor.
-
-The format is in docs/formats.md. A line is written whole or not at all: a full disk ends a trace, it does
-not damage it, and a trace that was cut off is read up to there.
-"""
+"""Traces of telemetry (see `outrider.lines`): one line for each read of a sensor."""
 
 from __future__ import annotations
 
-import errno
-import json
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,19 +9,17 @@ from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
 from outrider.contracts import Clock, Method, Quantity, Reading, Scope
-from outrider.errors import OutriderError
+from outrider.errors import TraceError
+from outrider.lines import Lines, LineWriter, read_lines
 
-__all__ = ["SCHEMA_VERSION", "Batch", "Telemetry", "TelemetryError", "TelemetryWriter", "read_telemetry"]
+__all__ = ["Batch", "Telemetry", "TelemetryError", "TelemetryWriter", "read_telemetry"]
 
-SCHEMA_VERSION = 1
 _WORDS = {"quantity": get_args(Quantity), "scope": get_args(Scope), "method": get_args(Method)}
 _FIELDS = frozenset(("source", "quantity", "value", "scope", "method", "time_s", "reason"))
 
-log = logging.getLogger(__name__)
 
-
-class TelemetryError(OutriderError):
-    """A trace cannot be written, or is unreadable, damaged or of another version."""
+class TelemetryError(TraceError):
+    """A trace of telemetry cannot be written, or is unreadable, damaged or of another version."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +34,12 @@ class Batch:
     time_s: float = -math.inf
 
 
-class TelemetryWriter:
+class TelemetryWriter(LineWriter):
     """Writes a telemetry trace to a path or an open binary file; a context manager and a monitor's listener.
 
     `periods` is looked at, not copied: a `Monitor`'s own mapping of source to period (s), which grows. With a
     `clock`, a line says when it was written, which may be later than its readings were true. A source that
-    stays unreadable for the same reason is written once. Raises TelemetryError when the disk refuses; the
-    trace then ends with its last whole line, further calls do nothing, and `error` says why.
+    stays unreadable for the same reason is written once. Raises TelemetryError when the disk refuses.
     """
 
     def __init__(
@@ -59,34 +49,12 @@ class TelemetryWriter:
         clock: Clock | None = None,
         **header: Any,
     ) -> None:
-        self.error: TelemetryError | None = None
-        self.batches = 0
         self.readings = 0
         self._periods: Mapping[str, float] = {} if periods is None else periods
         self._clock = clock
         self._told: dict[str, float] = {}
         self._silent: dict[tuple[str, str], str] = {}
-        self._owned = isinstance(target, str | Path)
-        self._name = str(target) if isinstance(target, str | Path) else "the telemetry trace"
-        if isinstance(target, str | Path):
-            try:
-                self._file: BinaryIO = Path(target).open("wb", buffering=0)  # noqa: SIM115
-            except OSError as error:
-                raise self._refused(error) from None
-        else:
-            self._file = target
-        self._size = 0
-        try:
-            self._append({"schema_version": SCHEMA_VERSION, "kind": "telemetry", **header})
-        except TelemetryError:
-            self.close()
-            raise
-
-    def __enter__(self) -> TelemetryWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().__init__(target, "telemetry", header, TelemetryError)
 
     def __call__(self, readings: Sequence[Reading]) -> None:
         """Append one batch; readings that only repeat why a source is silent are left out."""
@@ -99,15 +67,9 @@ class TelemetryWriter:
         }
         line: dict[str, Any] = {} if self._clock is None else {"time_s": self._clock()}
         line["readings"] = [_record(reading) for reading in news]
-        self._append(line | {"periods": dict(sorted(periods.items()))} if periods else line)
+        self.write(line | {"periods": dict(sorted(periods.items()))} if periods else line)
         self._told.update(periods)
-        self.batches += 1
         self.readings += len(news)
-
-    def close(self) -> None:
-        """Close the file, if this writer opened it."""
-        if self._owned:
-            self._file.close()
 
     def _is_news(self, reading: Reading) -> bool:
         key = (reading.source, reading.quantity)
@@ -117,33 +79,6 @@ class TelemetryWriter:
         known = self._silent.get(key) == reading.reason
         self._silent[key] = reading.reason
         return not known
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        data = memoryview((json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n").encode())
-        done = 0
-        try:
-            while done < len(data):  # an unbuffered file may take a part
-                done += self._file.write(data[done:]) or 0
-        except OSError as error:
-            if done:
-                self._cut()
-            self.error = self._refused(error)
-            raise self.error from None
-        self._size += len(data)
-
-    def _cut(self) -> None:
-        """Drop the part of a line that still went in."""
-        try:
-            self._file.truncate(self._size)
-        except (OSError, ValueError):
-            log.warning("%s may end in the middle of a line", self._name)
-
-    def _refused(self, error: OSError) -> TelemetryError:
-        written = f"; what was written before is whole ({self.batches} reads)" if self.batches else ""
-        fix = (
-            "make room on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "choose another file"
-        )
-        return TelemetryError(f"cannot write {self._name}: {error.strerror or error}{written}; {fix}")
 
 
 def _record(reading: Reading) -> dict[str, Any]:
@@ -165,8 +100,12 @@ def _record(reading: Reading) -> dict[str, Any]:
 class Telemetry:
     """A trace on disk: its header, and its batches from the first each time it is iterated."""
 
-    path: Path
-    header: Mapping[str, Any]
+    lines: Lines
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        """The first line."""
+        return self.lines.header
 
     def __iter__(self) -> Iterator[list[Reading]]:
         """The readings of each line. Raises TelemetryError for a damaged line that is not the last."""
@@ -174,15 +113,7 @@ class Telemetry:
 
     def batches(self) -> Iterator[Batch]:
         """The lines after the header, one at a time; a last line that was cut off is left out, with a warning."""
-        with self.path.open("rb") as lines:
-            next(lines, None)
-            for number, line in enumerate(lines, 2):
-                whole = line.endswith(b"\n")
-                if not whole and not _is_json(line):
-                    log.warning("%s is cut off in line %d; what comes before is used", self.path, number)
-                    return
-                if line.strip():
-                    yield _batch(_parse(line, f"{self.path}, line {number}"), f"{self.path}, line {number}")
+        return (_batch(record, where) for where, record in self.lines)
 
 
 def read_telemetry(path: str | Path) -> Telemetry:
@@ -190,38 +121,7 @@ def read_telemetry(path: str | Path) -> Telemetry:
 
     Raises TelemetryError when the file cannot be read or is no telemetry trace of this version.
     """
-    path = Path(path)
-    try:
-        with path.open("rb") as lines:
-            first = lines.readline()
-    except OSError as error:
-        raise TelemetryError(f"cannot read {path}: {error.strerror or error}") from None
-    header = _parse(first, f"{path}, line 1")
-    version, kind = header.get("schema_version"), header.get("kind")
-    if (version, kind) != (SCHEMA_VERSION, "telemetry"):
-        raise TelemetryError(
-            f"{path} has schema_version {version!r} and kind {kind!r}; expected version {SCHEMA_VERSION} of"
-            " telemetry, as `outrider record` writes it"
-        )
-    return Telemetry(path, header)
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
-def _parse(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise TelemetryError(f"{where} is not JSON ({error}); the file is damaged") from None
-    if not isinstance(record, dict):
-        raise TelemetryError(f"{where} is {type(record).__name__}, not an object")
-    return record
+    return Telemetry(read_lines(path, "telemetry", failure=TelemetryError))
 
 
 def _batch(record: Mapping[str, Any], where: str) -> Batch:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from outrider.contracts import Costs, Energy, as_json
+from outrider.errors import TraceError
+from outrider.lines import LineWriter, read_lines
 from outrider.power.governor import Directive, Governor, Policy
 from outrider.power.state import State
 from outrider.power.tuning import Tuning
 from outrider.records import decode
-from outrider.runtime.trace import TraceError, TraceWriter, read_trace
 
 __all__ = ["DecisionLog", "Difference", "read_policy", "replay_decisions"]
 
@@ -31,20 +32,19 @@ class DecisionLog:
         self.every_s = every_s
         self._last: tuple[float, Any] | None = None  # time and gist of the last line
         self._shown_s: float | None = None  # time of the last state
-        self._writer: TraceWriter | None = TraceWriter(
-            target,
-            "governor",
-            policy=governor.policy,
-            tuning=governor.tuning,
-            device=getattr(governor.device, "slug", None),
-            target_mb=governor.target_mb,
-            draft_mb=governor.draft_mb,
-            every_s=every_s,
-        )
+        header = {
+            "policy": governor.policy,
+            "tuning": governor.tuning,
+            "device": getattr(governor.device, "slug", None),
+            "target_mb": governor.target_mb,
+            "draft_mb": governor.draft_mb,
+            "every_s": every_s,
+        }
+        self._writer = LineWriter(target, "governor", header, allow_nan=True)  # nothing here may stop a text
 
     def add(self, state: State, costs: Costs | None, directive: Directive) -> None:
         """Write a decision, if it says something new; a state that was shown before is not written again."""
-        if self._writer is None or state.time_s == self._shown_s:
+        if self._writer.error is not None or state.time_s == self._shown_s:
             return
         self._shown_s = state.time_s
         gist = (directive.level, directive.flags, directive.draft_loaded)
@@ -60,18 +60,12 @@ class DecisionLog:
         }
         try:
             self._writer.write(record)
-        except OSError as error:
-            _log.warning("the decision log ends here: %s", error.strerror or error)
-            self.close()
+        except TraceError as error:
+            _log.warning("the decision log ends here: %s", error)
 
     def close(self) -> None:
         """Close the file, if this log opened it; closing twice is allowed."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            try:
-                writer.close()
-            except OSError as error:
-                _log.warning("the decision log may be cut off: %s", error.strerror or error)
+        self._writer.close()
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ class Difference:
     decided: dict[str, Any]
 
 
-def read_policy(header: dict[str, Any]) -> tuple[Policy, Tuning]:
+def read_policy(header: Mapping[str, Any]) -> tuple[Policy, Tuning]:
     """The policy and the tuning of a log's header. Raises TraceError for unknown or missing fields."""
     policy = decode(Policy, header.get("policy"), "decision log: policy", TraceError)
     tuning = decode(Tuning, header.get("tuning"), "decision log: tuning", TraceError)
@@ -93,21 +87,21 @@ def read_policy(header: dict[str, Any]) -> tuple[Policy, Tuning]:
 
 
 def replay_decisions(
-    source: str | Path, governor_of: Callable[[dict[str, Any]], Governor]
+    source: str | Path, governor_of: Callable[[Mapping[str, Any]], Governor]
 ) -> Iterator[Difference]:
     """Decide every state of a log again, with the governor that `governor_of` makes from its header.
 
     Yields what differs. Raises TraceError for a damaged log, and for one that left states out.
     """
-    header, records = read_trace(source)
-    if header.get("kind") != "governor" or header.get("every_s") != 0:
+    trace = read_lines(source, "governor")
+    if trace.header.get("every_s") != 0:
         raise TraceError(
-            f"kind is {header.get('kind')!r} and every_s {header.get('every_s')!r}; only a `governor` log that"
-            " holds every state (every_s = 0) can be decided again"
+            f"{trace.name} has every_s {trace.header.get('every_s')!r}; only a log that holds every state"
+            " (every_s = 0) can be decided again"
         )
-    governor = governor_of(header)
-    for record in records:
-        state = decode(State, record.get("state"), "decision log: state", TraceError)
+    governor = governor_of(trace.header)
+    for where, record in trace:
+        state = decode(State, record.get("state"), f"{where}: state", TraceError)
         static_w = record.get("static_w")
         energy = None if static_w is None else Energy(static_w, {})
         decided = as_json(governor.decide(state, Costs({1: 1.0}, energy=energy)).to_dict())

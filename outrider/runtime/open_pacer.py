@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.contracts import Reading
-from outrider.errors import UsageError
+from outrider.errors import TraceError, UsageError
 from outrider.manifest import GraphEntry
 from outrider.power.governor import Governor, Policy
 from outrider.power.state import State
@@ -155,8 +155,8 @@ def _open_log(governing: Governing, governor: Governor) -> DecisionLog | None:
         return None
     try:
         return DecisionLog(os.fspath(governing.log), governor, every_s=0.0)
-    except OSError as error:
-        raise UsageError(f"the decision log {governing.log} cannot be written: {error}") from None
+    except TraceError as error:
+        raise UsageError(str(error)) from None
 
 
 def footprint_mb(graph: GraphEntry) -> float:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.contracts import Sampling
-from outrider.errors import UsageError
+from outrider.errors import TraceError, UsageError
 from outrider.runtime.chat import ChatTemplate, Messages
 from outrider.runtime.rounds import Engine, Request, Round
 from outrider.runtime.sampling import TokenLogprob
@@ -269,8 +269,8 @@ class Pipeline:
                 stop_ids=sorted(request.stop_ids),
                 max_new_tokens=request.max_new_tokens,
             )
-        except OSError as error:
-            raise UsageError(f"the trace {options.trace} cannot be written: {error}") from None
+        except TraceError as error:
+            raise UsageError(str(error)) from None
 
     def _roll_back(self, length: int) -> None:
         """Forget the KV rows of tokens that a stop string cut off."""

@@ -302,7 +302,7 @@ class _Sweep:
         return sample
 
     def _write(self, line: Line) -> None:
-        self.writer.write(line)
+        self.writer.add(line)
 
     def _tell(self, stage: str, share: float) -> None:
         if self.progress is not None:

@@ -1,7 +1,7 @@
-"""Traces of generations: JSON lines, a header first; and the replay that proves a `decode` trace.
+"""Traces of generations (see `outrider.lines`), and the replay that proves a `decode` trace.
 
-Header: `schema_version`, `kind` (`decode` | `acceptance` | `telemetry`), then for `decode`: `sampling` (all
-fields), `vocab_limit`, `prompt`, `stop_ids`, `max_new_tokens`; other keys are free.
+Header of `decode`: `sampling` (all fields), `vocab_limit`, `prompt`, `stop_ids`, `max_new_tokens`; other keys
+are free.
 
 `decode` round: `position` (of the first token to commit), `plan` (drafter, k, reason), `proposal` (tokens,
 parents, rule, `vocab_ids` and `q` as lists or null), `rows`, `tokens`, `path`, `evaluated`, `cut`. A row, one
@@ -13,61 +13,32 @@ null, `chances` (ids and probs of what was drawn from; null when greedy or above
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from outrider.contracts import Plan, Proposal, Sampling, as_json
-from outrider.errors import OutriderError, UsageError
+from outrider.contracts import Plan, Proposal, Sampling
+from outrider.errors import TraceError
+from outrider.lines import LineWriter, read_lines
 from outrider.runtime.judge import Judged
 from outrider.runtime.sampling import Distribution, draw, largest
 from outrider.runtime.uniforms import Uniforms
 from outrider.runtime.verify import Decision, Step, match_child, reject_child, walk
 
-__all__ = ["Replay", "TraceError", "TraceWriter", "read_trace", "replay"]
+__all__ = ["Replay", "TraceWriter", "replay"]
 
-SCHEMA_VERSION = 1
-_KINDS = ("telemetry", "decode", "acceptance", "governor")
 _TOP = 16
 _LARGEST_SUPPORT = 4096
 
 
-class TraceError(OutriderError):
-    """A trace is unreadable, of another version, or its replay decided differently."""
+class TraceWriter(LineWriter):
+    """Writes a `decode` trace."""
 
-
-class TraceWriter:
-    """Writes a trace to a path or an open text file; a context manager."""
-
-    def __init__(self, target: str | Path | TextIO, kind: str = "decode", **header: Any) -> None:
-        if kind not in _KINDS:
-            raise UsageError(f"trace kind {kind!r} is not known; known: {', '.join(_KINDS)}")
-        self._owned = isinstance(target, str | Path)
-        self._file: TextIO
-        if isinstance(target, str | Path):
-            self._file = Path(target).open("w", encoding="utf-8")  # noqa: SIM115  (closed by `close`)
-        else:
-            self._file = target
-        self.write({"schema_version": SCHEMA_VERSION, "kind": kind, **header})
-
-    def __enter__(self) -> TraceWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record."""
-        self._file.write(json.dumps(as_json(record), separators=(",", ":")) + "\n")
-
-    def close(self) -> None:
-        """Close the file, if this writer opened it."""
-        if self._owned:
-            self._file.close()
+    def __init__(self, target: str | Path | TextIO, **header: Any) -> None:
+        super().__init__(target, "decode", header, allow_nan=True)  # a bias of minus infinity is a ban
 
     def round(
         self, position: int, proposal: Proposal, judged: Sequence[Judged], decision: Decision, plan: Plan
@@ -105,31 +76,6 @@ def _row_record(judged: Judged) -> dict[str, Any]:
     }
 
 
-def read_trace(source: str | Path | Iterable[str]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """The header and the records of a trace. Raises TraceError for another version or a broken line."""
-    lines = iter(Path(source).read_text("utf-8").splitlines() if isinstance(source, str | Path) else source)
-    header = _parse(next(lines, ""), 1)
-    version = header.get("schema_version")
-    if version != SCHEMA_VERSION or header.get("kind") not in _KINDS:
-        raise TraceError(
-            f"the trace has schema_version {version!r} and kind {header.get('kind')!r}; this reader knows"
-            f" version {SCHEMA_VERSION} of {', '.join(_KINDS)}"
-        )
-    return header, (_parse(line, number) for number, line in enumerate(lines, 2))
-
-
-def _parse(line: str, number: int) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TraceError(
-            f"line {number} of the trace is not JSON ({error}); the file is cut off or damaged"
-        ) from None
-    if not isinstance(record, dict):
-        raise TraceError(f"line {number} of the trace is {type(record).__name__}, not an object")
-    return record
-
-
 @dataclass(frozen=True)
 class Replay:
     """What a replay went through: rounds decided again, rounds without enough recorded to decide, tokens."""
@@ -145,15 +91,14 @@ def replay(source: str | Path | Iterable[str]) -> Replay:
     Uniforms are derived again from seed and position. Rounds that were drawn from more ids than a trace
     keeps are counted as skipped.
     """
-    header, records = read_trace(source)
-    if header["kind"] != "decode":
-        raise TraceError(f"only a decode trace can be replayed; this one is {header['kind']!r}")
+    trace = read_lines(source, "decode")
+    header = trace.header
     sampling = Sampling(**_sampling_fields(header["sampling"]))
     uniforms = Uniforms(sampling.seed)
     stop_ids = frozenset(header.get("stop_ids", ()))
     tokens: list[int] = []
     skipped = rounds = 0
-    for record in records:
+    for _, record in trace:
         rounds += 1
         tokens.extend(record["tokens"])
         if not sampling.greedy and any(row["chances"] is None for row in record["rows"]):

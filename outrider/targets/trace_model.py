@@ -6,17 +6,16 @@ wrong is id 3. So a round commits exactly what the recorded models would have co
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from outrider.contracts import BoolArray, Float32Array, IntArray, LogitsRequest, Output, Proposal, Sampling
-from outrider.errors import ContextError, UsageError
+from outrider.errors import ContextError, TraceError, UsageError
+from outrider.lines import read_lines
+from outrider.records import decode
 from outrider.targets.simulated import Machine, ModelCost
 
 __all__ = ["Stage", "TraceDrafter", "TraceRun", "TraceTarget", "TraceText", "cycle", "read_acceptance"]
@@ -62,39 +61,13 @@ class TraceText:
 
 
 def read_acceptance(path: str | os.PathLike[str]) -> list[TraceText]:
-    """The texts of an `acceptance` trace (`docs/formats.md`). Raises UsageError naming file and line."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the acceptance trace {path} cannot be read: {error}") from None
-    texts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            if number == 1:
-                _check_header(record)
-            else:
-                texts.append(_text(record))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise UsageError(f"{path}, line {number}: {reason}") from None
+    """The texts of an `acceptance` trace (`docs/formats.md`). Raises TraceError naming file and line."""
+    texts: list[TraceText] = [
+        decode(TraceText, record, where, TraceError) for where, record in read_lines(path, "acceptance")
+    ]
     if not texts:
-        raise UsageError(f"{path} holds no text; record one with `outrider acceptance`")
+        raise TraceError(f"{path} holds no text; record one with `outrider acceptance`")
     return texts
-
-
-def _check_header(record: Any) -> None:
-    found = (record.get("kind"), record.get("schema_version"))
-    if found != ("acceptance", 1):
-        raise UsageError(f"kind and schema_version are {found}; expected ('acceptance', 1)")
-
-
-def _text(record: Mapping[str, Any]) -> TraceText:
-    runs = {}
-    for name, run in record["runs"].items():
-        kind = tuple(run["kind"]) if run.get("kind") is not None else None
-        runs[name] = TraceRun(tuple(run["drafted"]), tuple(run["accepted"]), kind)
-    return TraceText(record["category"], record["prompt_tokens"], record["tokens"], runs)
 
 
 def cycle(texts: Sequence[TraceText], category: str | None, start: int = 0) -> Iterator[TraceText]:
