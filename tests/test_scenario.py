@@ -12,8 +12,19 @@ from outrider.targets.scenario import SCENARIOS, Scenario, load_scenario, read_s
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_shipped_scenario_loads_and_its_device_exists(name: str) -> None:
-    assert load_scenario(name).device in DEVICES
+def test_every_shipped_scenario_loads_its_device_exists_and_it_is_long_enough_to_get_hot(name: str) -> None:
+    scenario = load_scenario(name)
+    assert scenario.device in DEVICES
+    assert scenario.duration_s >= 1200
+
+
+def test_the_scenarios_cover_heat_a_cap_a_charger_other_apps_memory_and_a_rest() -> None:
+    found = [load_scenario(name) for name in SCENARIOS]
+    events = [event for scenario in found for event in scenario.events]
+    assert any(scenario.power_cap_w for scenario in found)
+    for field in ("ambient_c", "load_w", "bandwidth_taken", "charge_w", "memory_taken_mb"):
+        assert any(getattr(event, field) for event in events), field
+    assert any(event.ask is False for event in events)
 
 
 def test_a_scenario_is_read_from_toml(tmp_path: Path) -> None:

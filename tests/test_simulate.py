@@ -13,11 +13,9 @@ import pytest
 from outrider.errors import UsageError
 from outrider.runtime import simulate
 from outrider.runtime.simulate import (
-    SCENARIOS,
     PolicyRun,
     cap_violation,
     compare,
-    find_scenario,
     fixed_rules,
     format_runs,
     parse_rule,
@@ -31,34 +29,6 @@ TEXTS = made_up_texts()
 PHONE = Scenario("a phone", "snapdragon-8-gen3", 60.0, seed=1)
 BOARD = Scenario("a board", "raspberry-pi-5", 60.0, seed=1)
 RAPL = Scenario("a laptop", "mac-m2", 40.0, seed=1)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_every_scenario_of_the_package_can_be_read_and_names_a_known_device(name: str) -> None:
-    scenario = find_scenario(name)
-    assert load_device(scenario.device).slug == scenario.device
-    assert scenario.duration_s >= 1200
-
-
-def test_the_scenarios_cover_heat_a_cap_a_charger_other_apps_memory_and_a_rest() -> None:
-    found = [find_scenario(name) for name in SCENARIOS]
-    events = [event for scenario in found for event in scenario.events]
-    assert any(scenario.power_cap_w for scenario in found)
-    for field in ("ambient_c", "load_w", "bandwidth_taken", "charge_w", "memory_taken_mb"):
-        assert any(getattr(event, field) for event in events), field
-    assert any(event.ask is False for event in events)
-
-
-def test_an_unknown_scenario_lists_the_known() -> None:
-    with pytest.raises(UsageError, match="known: board-cap, hot-phone, phone-day"):
-        find_scenario("winter")
-
-
-def test_a_scenario_with_a_missing_field_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "day.toml"
-    path.write_text('device = "mac-m2"\n')
-    with pytest.raises(UsageError, match=r"day\.toml: duration_s is missing"):
-        find_scenario(str(path))
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,11 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
 
     What drafts get right is real: it comes from an acceptance trace, or is recorded from the bundle first.
     """
-    from outrider.runtime.simulate import compare, find_scenario, format_runs
+    from outrider.runtime.simulate import compare, format_runs
     from outrider.targets.device import load_device
+    from outrider.targets.scenario import load_scenario
 
-    scenario = find_scenario(options.pop("scenario"))
+    scenario = load_scenario(options.pop("scenario"))
     name, output = options.pop("device"), options.pop("output")
     device = load_device(name) if name else None
     policies = [part.strip() for part in options.pop("policies").split(",") if part.strip()]

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-import outrider.targets
 from outrider.contracts import as_json
 from outrider.errors import UsageError
 from outrider.power.governor import Policy
@@ -24,18 +22,16 @@ from outrider.runtime.planner import Planner
 from outrider.runtime.rig import Rig, trace_rig
 from outrider.runtime.rounds import Engine, Request, Round
 from outrider.targets.device import Device, Figure, load_device
-from outrider.targets.scenario import Scenario, read_scenario
+from outrider.targets.scenario import Scenario
 from outrider.targets.simulated import DRAFT_COST, TARGET_COST, Machine, ModelCost, perturbed
 from outrider.targets.trace_model import TraceText
 
 __all__ = [
     "FIXED_K",
-    "SCENARIOS",
     "PolicyRun",
     "Rule",
     "TimelinePoint",
     "compare",
-    "find_scenario",
     "fixed_rules",
     "format_runs",
     "parse_rule",
@@ -46,20 +42,6 @@ FIXED_K = (1, 2, 3, 4, 6, 8)
 CAP_WINDOW_S = 10.0
 REST_STEP_S = 1.0
 POINT_S = 1.0  # between points of a timeline
-
-_FOLDER = Path(outrider.targets.__file__).parent / "scenarios"
-SCENARIOS = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
-"""Names of the scenarios that ship with the package."""
-
-
-def find_scenario(name: str) -> Scenario:
-    """A scenario that ships with the package, by name, or one from a path (ends in .toml)."""
-    if name.endswith(".toml"):
-        return read_scenario(name)
-    if name not in SCENARIOS:
-        known = ", ".join(SCENARIOS)
-        raise UsageError(f"unknown scenario {name!r}; known: {known}; or a path ending in .toml")
-    return read_scenario(_FOLDER / f"{name}.toml")
 
 
 @dataclass(frozen=True)
