@@ -296,6 +296,18 @@ def test_after_a_jump_a_sensor_is_read_once_not_once_for_each_missed_period() ->
     assert sensor.reads == 2
 
 
+@pytest.mark.parametrize("round_s", [0.04, 0.23, 0.31, 0.7])
+def test_polls_that_come_late_do_not_make_a_sensor_slower(round_s: float) -> None:
+    """Rounds of any length end somewhere between two due times."""
+    clock = VirtualClock()
+    slow = Scripted(clock, lambda n: 40.0, period_s=1.0)
+    monitor = Monitor([slow], clock)
+    while clock() < 100.0:
+        monitor.poll()
+        clock.advance(round_s)
+    assert 99 <= slow.reads <= 101
+
+
 def test_time_of_a_source_never_goes_back() -> None:
     clock = VirtualClock(100.0)
     times = iter([100.0, 90.0, 101.0])

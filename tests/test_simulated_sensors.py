@@ -153,3 +153,27 @@ def test_noise_is_fixed_by_the_seed() -> None:
 
     assert shown(1) == shown(1)
     assert any(shown(1) != shown(seed) for seed in range(2, 8))
+
+
+@pytest.mark.parametrize("round_s", [0.04, 0.23, 0.31, 0.7])
+def test_a_monitor_gets_a_sample_for_each_period_whenever_rounds_end(round_s: float) -> None:
+    m = machine(PHONE)
+    samples: set[float] = set()
+    monitor = Monitor(simulated_sensors(m), m.clock)
+    monitor.listeners.append(
+        lambda rs: samples.update(r.time_s for r in rs if r.quantity == "memory_available")
+    )
+    while m.elapsed_s < 100.0:
+        monitor.poll()
+        m.idle(round_s)
+    assert 99 <= len(samples) <= 101
+
+
+def test_after_a_pause_there_is_one_new_figure_not_one_for_each_missed_period() -> None:
+    m = machine(PHONE)
+    sensor = Simulated(m, only=["system"])
+    times = []
+    for pause_s in (0.0, 30.4, 0.1, 0.1, 0.5):
+        m.idle(pause_s)
+        times.append(round(sensor.read()[0].time_s, 6))
+    assert times == [0.0, 30.4, 30.4, 30.4, 31.1]

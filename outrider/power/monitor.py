@@ -209,14 +209,15 @@ class _Slot:
         self.blocked = False
 
     def plan(self, began_s: float, ended_s: float) -> None:
-        """Set when to read next, on the grid of the first read."""
+        """Set when to read next: on the grid of the first read, whose points that have passed are left out."""
         spent_s = ended_s - began_s
         if spent_s > self.period_s / 2:
             self.period_s *= 2
         elif self.period_s > self.least_s and spent_s < self.period_s / 8:
             self.period_s = max(self.least_s, self.period_s / 2)
-        planned_s = self.due_s + self.period_s
-        self.due_s = planned_s if planned_s > ended_s else began_s + self.period_s
+        due_s = self.due_s if math.isfinite(self.due_s) else began_s
+        missed = max(0.0, (ended_s - due_s) // self.period_s)
+        self.due_s = due_s + (missed + 1.0) * self.period_s
 
 
 def _report_key(slot: _Slot) -> Key:

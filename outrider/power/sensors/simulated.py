@@ -23,8 +23,9 @@ Probe = Callable[[], list[Reading]]
 class Simulated:
     """A `Sensor` over a `Machine`; every reading's method is "simulated".
 
-    A figure read again within its period is the old one, with its old time. Power is the mean since the one
-    before, as its device's meter sees it: nothing where there is none, hidden while a battery charges.
+    New figures come on a grid of their period; between them a read gives the old one, with its old time. Power
+    is the mean since the one before, as its device's meter sees it: nothing where there is none, hidden while
+    a battery charges.
     `only` names the figures to give (None: all); `period_s` is the longest of theirs.
     """
 
@@ -49,9 +50,10 @@ class Simulated:
         self._machine.catch_up()
         now = self._machine.clock()
         for name, (period, probe) in self._probes.items():
-            if now >= self._due.get(name, now) - 1e-9:
+            due = self._due.get(name, now)
+            if now >= due - 1e-9:
                 self._kept[name] = probe()
-                self._due[name] = now + period
+                self._due[name] = due + period * (1 + (now - due + 1e-9) // period)
         return [reading for name in self._probes for reading in self._kept[name]]
 
     def _find(self) -> dict[str, tuple[float, Probe]]:
