@@ -66,6 +66,17 @@ def test_help_lists_every_command_and_imports_no_library() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_does_in_a_whole_sentence(name: str) -> None:
+    import click
+
+    command = cli.get_command(click.Context(cli), name)
+    options = [param for param in command.params if isinstance(param, click.Option)]
+    helps = {option.name: option.help or "" for option in options}
+    assert not [name for name, text in helps.items() if not text[:1].isupper() or not text.endswith(".")]
+    assert not [name for name, text in helps.items() if len(text.split()) < 4 and name != "as_json_text"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_without_a_model_library(name: str) -> None:
     code = (
         f"import sys\nfrom outrider.cli import main\nsys.argv = ['outrider', '{name}', '--help']\n"

@@ -12,29 +12,40 @@ from outrider.errors import OutriderError
 
 __all__ = ["main"]
 
-COMMANDS = {
-    "fetch": "Download a model of the catalog and check it.",
-    "export": "Turn a checkpoint, or a pair of them, into a bundle.",
-    "check": "Prove a bundle: hashes, tokenizers, logits, row independence, text.",
-    "generate": "Complete a prompt with a bundle.",
-    "chat": "Talk to a bundle.",
-    "acceptance": "Record what a bundle's drafters get right, to simulate plans from.",
-    "bench": "Measure a bundle: prefill, plain and speculative decoding, side by side.",
-    "profile": "What a bundle sustains within a power cap or a temperature limit, here or simulated.",
-    "simulate": "Compare policies over a scripted day on a simulated device.",
-    "doctor": "What this machine has, and whether speculation pays here for a bundle.",
-    "calibrate": "Measure this machine with a bundle, and keep it as a device profile.",
-    "devices": "List device profiles, and where each of their figures is from.",
-    "record": "Record power, heat, clocks and memory of this machine or a phone.",
-    "demo": "Fetch, export, check and decode a real model, with and without a draft.",
+SECTIONS = {
+    "Begin here": {
+        "demo": "Fetch, export, check and decode a real model, with and without a draft, and under heat.",
+        "doctor": "Say what this machine has, what its sensors tell, and where drafts pay for a bundle.",
+    },
+    "Make a bundle": {
+        "fetch": "Download a model of the catalog and check it; list the catalog.",
+        "export": "Turn a checkpoint, or a pair of them, into a bundle.",
+        "check": "Prove a bundle: hashes, tokenizer, logits, row independence, text.",
+    },
+    "Use it": {
+        "generate": "Complete a prompt with a bundle.",
+        "chat": "Talk to a bundle.",
+    },
+    "Measure it": {
+        "bench": "Compare plain and speculative decoding, side by side in one run.",
+        "profile": "Find what a bundle sustains within power and heat, here or on a simulated device.",
+    },
+    "Devices, power and heat": {
+        "devices": "List device profiles, and where each of their figures is from.",
+        "calibrate": "Measure this machine with a bundle, and keep it as a device profile.",
+        "record": "Record power, heat, clocks and memory of this machine or a phone.",
+        "acceptance": "Record what a bundle's drafters get right, to simulate from.",
+        "simulate": "Compare policies over a scripted day on a simulated device.",
+    },
 }
+COMMANDS = {name: about for section in SECTIONS.values() for name, about in section.items()}
 
 
 class LazyGroup(click.Group):
     """A group that knows its commands by name and help line, and imports one only to run it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names in the order of a first session, not of the alphabet."""
+        """Names in the order of the help, not of the alphabet."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -46,9 +57,11 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        """List the commands by what they are for, without importing them."""
+        widest = max(map(len, COMMANDS))
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:{widest}}", about) for name, about in commands.items()])
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -14,15 +14,35 @@ __all__ = ["command"]
 
 @click.command(name="acceptance")
 @bundle_argument
-@click.option("--out", "-o", type=click.Path(path_type=Path), required=True, help="The trace to write.")
-@click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines with 'turns' or 'prompt'.")
-@click.option("--per-category", type=click.IntRange(min=1), help="Only the first prompts of each category.")
-@click.option("--max-tokens", "-n", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option(
+    "--output",
+    "-o",
+    "out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Write the trace to this file.",
+)
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    help="Read prompts from these JSON lines, with 'turns' or 'prompt' (default: four short ones of our own).",
+)
+@click.option(
+    "--per-category", type=click.IntRange(min=1), help="Take only the first so many prompts of each category."
+)
+@click.option(
+    "--max-tokens",
+    "-n",
+    type=click.IntRange(min=2),
+    default=128,
+    show_default=True,
+    help="Generate at most so many tokens an answer.",
+)
 @loading_options
 def command(bundle: Path, out: Path, max_tokens: int, **options: Any) -> None:
     """Record an acceptance trace of BUNDLE: what each drafter gets right at every position of real answers.
 
-    `outrider simulate` and `outrider profile --device` take it in place of the bundle.
+    `outrider simulate --acceptance` and `outrider profile --device NAME --acceptance` take it in place of a bundle.
     """
     from outrider.lines import LineWriter
     from outrider.runtime.acceptance import record_acceptance

@@ -27,19 +27,69 @@ __all__ = ["command"]
 
 @click.command(name="bench")
 @bundle_argument
-@click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines with 'turns' or 'prompt'.")
-@click.option("--per-category", type=click.IntRange(min=1), help="Only the first prompts of each category.")
-@click.option("--max-tokens", "-n", type=click.IntRange(min=2), default=128, show_default=True)
-@click.option("--prompt-tokens", "-pp", type=click.IntRange(min=1), default=512, show_default=True)
-@click.option("--num-draft-tokens", "--k", "ks", default="2,4,auto", show_default=True, help="List of k.")
-@click.option("--drafter", "drafters", multiple=True, help="model or lookup; default: all of the bundle.")
-@click.option("--repeats", "-r", type=click.IntRange(min=1), default=5, show_default=True)
-@click.option("--format", "-o", "style", type=click.Choice(["md", "csv", "json"]), default="md")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    help="Read prompts from these JSON lines, with 'turns' or 'prompt' (default: four short ones of our own).",
+)
+@click.option(
+    "--per-category", type=click.IntRange(min=1), help="Take only the first so many prompts of each category."
+)
+@click.option(
+    "--max-tokens",
+    "-n",
+    type=click.IntRange(min=2),
+    default=128,
+    show_default=True,
+    help="Generate at most so many tokens an answer.",
+)
+@click.option(
+    "--prompt-tokens",
+    "-pp",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Measure prefill with so many tokens.",
+)
+@click.option(
+    "--num-draft-tokens",
+    "--k",
+    "ks",
+    default="2,4,auto",
+    show_default=True,
+    help="Measure these k, with commas between.",
+)
+@click.option(
+    "--drafter",
+    "drafters",
+    multiple=True,
+    help="Measure model or lookup only; may be given several times (default: all there are).",
+)
+@click.option(
+    "--repeats",
+    "-r",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Measure everything so many times.",
+)
+@click.option(
+    "--format",
+    "-o",
+    "style",
+    type=click.Choice(["md", "csv", "json"]),
+    default="md",
+    show_default=True,
+    help="Print the rows as this.",
+)
 @loading_options
 @governing_options
 @json_option
 def command(bundle: Path, style: str, as_json_text: bool, **options: Any) -> None:
-    """Measure a bundle. Every speculative row stands beside the plain row of the same prompts and run."""
+    """Measure BUNDLE: prefill, plain and speculative decoding.
+
+    Every speculative row stands beside the plain row of the same prompts and run.
+    """
     from outrider.runtime.bench import bench, bench_prefill, default_prompts, format_rows, load_prompts
 
     style = "json" if as_json_text else style

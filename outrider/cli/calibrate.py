@@ -25,19 +25,31 @@ __all__ = ["command"]
 
 @click.command(name="calibrate")
 @click.argument("bundle", type=click.Path(path_type=Path), callback=existing_bundle)
-@click.option("--device", default="host", show_default=True, help="The profile to start from, by slug.")
 @click.option(
-    "--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="Profile to write (.toml)."
+    "--device",
+    default="host",
+    show_default=True,
+    help="Start from this shipped profile, or give a new name for this machine.",
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the profile to this .toml file.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0.1),
     default=6.0,
     show_default=True,
-    help="How long each width and drafter is measured.",
+    help="Measure each width and drafter for so many seconds.",
 )
 @click.option(
-    "--rest", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="Seconds of rest, twice."
+    "--rest",
+    type=click.FloatRange(min=0.1),
+    default=10.0,
+    show_default=True,
+    help="Measure the machine at rest for so many seconds, before and after.",
 )
 @loading_options
 @json_option

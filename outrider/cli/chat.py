@@ -26,12 +26,12 @@ __all__ = ["command"]
 
 @click.command(name="chat")
 @bundle_argument
-@click.option("--system", help="A system message.")
+@click.option("--system", help="Begin the conversation with this system message.")
 @decoding_options
 @loading_options
 @governing_options
 def command(bundle: Path, system: str | None, **options: Any) -> None:
-    """Talk to a bundle. An empty line or Ctrl-D ends; Ctrl-C stops the answer, not the conversation."""
+    """Talk to BUNDLE. An empty line or Ctrl-D ends; Ctrl-C stops the answer, not the conversation."""
     messages = [{"role": "system", "content": system}] if system else []
     with open_pipeline(bundle, options) as pipeline:
         request = {

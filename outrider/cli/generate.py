@@ -30,16 +30,20 @@ __all__ = ["command", "summary"]
 
 @click.command(name="generate")
 @bundle_argument
-@click.option("--prompt", "-p", help="The text to complete; - reads standard input.")
+@click.option("--prompt", "-p", help="Complete this text; - reads it from standard input.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file.")
 @click.option("--chat", "as_chat", is_flag=True, help="Put the prompt into the model's chat template.")
-@click.option("--logprobs", type=click.IntRange(min=0), help="Alternatives per token; needs --json.")
+@click.option(
+    "--logprobs",
+    type=click.IntRange(min=0),
+    help="Give so many alternatives for each token, with log probabilities; needs --json.",
+)
 @decoding_options
 @loading_options
 @governing_options
 @json_option
 def command(bundle: Path, as_json_text: bool, **options: Any) -> None:
-    """Complete a prompt. The text is the target's own, whatever drafts."""
+    """Complete a prompt with BUNDLE. The text is the target's own, whatever drafts."""
     prompt = _prompt(options.pop("prompt"), options.pop("prompt_file"))
     as_chat = options.pop("as_chat")
     if options["logprobs"] is not None and not as_json_text:

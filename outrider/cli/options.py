@@ -48,15 +48,29 @@ bundle_argument = click.argument("bundle", type=click.Path(path_type=Path), call
 json_option = click.option("--json", "as_json_text", is_flag=True, help="Print JSON instead of text.")
 
 _LOADING = [
-    click.option("--threads", type=click.IntRange(min=1), help="Threads of a graph; default: all cores."),
     click.option(
-        "--target-provider", multiple=True, help="ONNX Runtime execution provider of the target, in order."
+        "--threads",
+        type=click.IntRange(min=1),
+        help="Run each graph on this many threads (default: all cores).",
     ),
     click.option(
-        "--draft-provider", multiple=True, help="ONNX Runtime execution provider of the draft, in order."
+        "--target-provider",
+        multiple=True,
+        help="Run the target on this ONNX Runtime execution provider; repeat it for fallbacks, in order.",
     ),
-    click.option("--no-draft", is_flag=True, help="Do not load the bundle's draft; lookup still drafts."),
-    click.option("--verify", type=click.Choice(["size", "full"]), default="size", help="What load checks."),
+    click.option(
+        "--draft-provider",
+        multiple=True,
+        help="Run the draft on this ONNX Runtime execution provider; repeat it for fallbacks, in order.",
+    ),
+    click.option("--no-draft", is_flag=True, help="Leave the draft model out; n-gram lookup still drafts."),
+    click.option(
+        "--verify",
+        type=click.Choice(["size", "full"]),
+        default="size",
+        show_default=True,
+        help="Check the sizes of the bundle's files, or hash them in full.",
+    ),
 ]
 
 _GOVERNING = [
@@ -65,49 +79,121 @@ _GOVERNING = [
         type=click.Choice(["latency", "energy", "balanced"]),
         default="latency",
         show_default=True,
-        help="What drafts are for: tokens per second, joules per token, or both.",
+        help="Choose drafts for tokens per second (latency), joules per token (energy), or both (balanced).",
     ),
-    click.option("--power-cap", "power_cap_w", type=float, metavar="W", help="Keep mean power below."),
-    click.option("--temp-limit", "temp_limit_c", type=float, metavar="C", help="Keep temperature below."),
+    click.option(
+        "--power-cap",
+        "power_cap_w",
+        type=float,
+        metavar="W",
+        help="Keep mean power below so many watts, by cheaper drafts and by pauses.",
+    ),
+    click.option(
+        "--temp-limit",
+        "temp_limit_c",
+        type=float,
+        metavar="C",
+        help="Keep the hottest silicon below so many °C.",
+    ),
     click.option(
         "--battery-floor",
         "battery_floor_percent",
         type=float,
         metavar="PERCENT",
-        help="From here down, off the charger, save energy.",
+        help="Save energy while the battery is at this charge or below and not charging.",
     ),
     click.option(
-        "--memory-limit", "memory_limit_mb", type=float, metavar="MB", help="For weights and caches."
+        "--memory-limit",
+        "memory_limit_mb",
+        type=float,
+        metavar="MB",
+        help="Keep weights and caches within so many MB; the draft is left out if it does not fit.",
     ),
-    click.option("--device", metavar="NAME|FILE", help="Profile of this machine; see outrider devices."),
-    click.option("--telemetry", type=click.Path(path_type=Path), help="Play a recorded trace, not sensors."),
     click.option(
-        "--governor-log", type=click.Path(path_type=Path), help="Write the governor's decisions here."
+        "--device",
+        metavar="NAME|FILE",
+        help="Take limits and thermal constants from this device profile (see `outrider devices`).",
     ),
-    click.option("--no-governor", is_flag=True, help="Never let heat shorten drafts."),
+    click.option(
+        "--telemetry",
+        type=click.Path(path_type=Path),
+        help="Play back a trace of `outrider record` in place of this machine's sensors.",
+    ),
+    click.option(
+        "--governor-log",
+        type=click.Path(path_type=Path),
+        help="Write every decision of the governor to this file.",
+    ),
+    click.option(
+        "--no-governor", is_flag=True, help="Read no sensors, and never shorten drafts because of heat."
+    ),
 ]
 
 _DECODING = [
-    click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=256, show_default=True),
     click.option(
-        "--num-draft-tokens", "--k", "k", default="auto", show_default=True, help="Draft length, or auto."
+        "--max-tokens",
+        "-n",
+        type=click.IntRange(min=1),
+        default=256,
+        show_default=True,
+        help="Generate at most so many tokens.",
     ),
-    click.option("--drafter", default="auto", show_default=True, help="auto, model, lookup or none."),
-    click.option("--temp", "temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--top-k", type=int, default=0, help="0 is off."),
-    click.option("--top-p", type=float, default=1.0, help="1 is off."),
-    click.option("--min-p", type=float, default=0.0, help="0 is off."),
-    click.option("--repetition-penalty", type=float, default=1.0, help="1 is off."),
-    click.option("--seed", type=int, default=0, show_default=True),
+    click.option(
+        "--num-draft-tokens",
+        "--k",
+        "k",
+        default="auto",
+        show_default=True,
+        help="Draft so many tokens a round; auto chooses it every round, 0 never drafts.",
+    ),
+    click.option(
+        "--drafter",
+        default="auto",
+        show_default=True,
+        help="Draft by model, by lookup, by either (auto), or not at all (none).",
+    ),
+    click.option(
+        "--temp",
+        "temperature",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Sample at this temperature; 0 takes the most likely token.",
+    ),
+    click.option("--top-k", type=int, default=0, help="Sample from the k most likely tokens only; 0 is off."),
+    click.option(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="Sample from the most likely tokens that hold this share together; 1 is off.",
+    ),
+    click.option(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="Drop tokens below this share of the most likely one; 0 is off.",
+    ),
+    click.option(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="Divide the logits of tokens that were there by this; 1 is off.",
+    ),
+    click.option(
+        "--seed", type=int, default=0, show_default=True, help="Draw the same text again for the same seed."
+    ),
     click.option(
         "--mode",
         type=click.Choice(["match", "reject"]),
         default="match",
         show_default=True,
-        help="Lossless acceptance rule: match gives the same seeded text with and without a draft.",
+        help="Accept drafts by this rule, both lossless: match gives a seed the same text with and without a draft,"
+        " reject the same distribution at higher acceptance.",
     ),
-    click.option("--stop", multiple=True, help="Stop at this text; may be given several times."),
-    click.option("--trace", type=click.Path(path_type=Path), help="Write the golden decode trace here."),
+    click.option("--stop", multiple=True, help="Stop before this text; may be given several times."),
+    click.option(
+        "--trace", type=click.Path(path_type=Path), help="Write every decision of the decoding to this file."
+    ),
 ]
 
 

@@ -35,35 +35,89 @@ OBJECTIVES = ("latency", "energy", "balanced")
 @click.command(name="profile")
 @click.argument("bundle", type=click.Path(path_type=Path), required=False)
 @click.option(
-    "--device", help="A device profile to simulate; without it, or with host, this machine is measured."
-)
-@click.option("--acceptance", type=click.Path(path_type=Path), help="Acceptance trace in place of a bundle.")
-@click.option("--power-cap", "power_cap_w", type=click.FloatRange(min=0.01), help="Watts to keep within.")
-@click.option("--temp-limit", "temp_limit_c", type=float, help="Degrees Celsius to stay below.")
-@click.option(
-    "--minutes", type=float, default=10.0, show_default=True, help="Decoding time of all runs together."
-)
-@click.option("--repeats", "-r", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option(
-    "--k", "ks", default="0,1,2,4,auto", show_default=True, help="List of k; plain is always among them."
-)
-@click.option("--drafter", "drafters", multiple=True, help="model or lookup; default: all there are.")
-@click.option("--objective", "objectives", multiple=True, type=click.Choice(OBJECTIVES), help="Of k = auto.")
-@click.option(
-    "--ambient", "ambient_c", type=float, help="Ambient °C: simulated with --device, else only noted."
+    "--device",
+    help="Simulate this device profile (see `outrider devices`); without it, or with host, measure this machine.",
 )
 @click.option(
-    "--cool-down", "cool_down_s", type=click.FloatRange(min=0), help="Longest wait between runs, s."
+    "--acceptance",
+    type=click.Path(path_type=Path),
+    help="Simulate with this trace of `outrider acceptance` in place of a bundle.",
 )
 @click.option(
-    "--trace", type=click.Path(path_type=Path), help="Only make summary and report of this raw trace."
+    "--power-cap", "power_cap_w", type=click.FloatRange(min=0.01), help="Keep mean power below so many watts."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the order of runs.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), default=Path("profile"), show_default=True)
+@click.option("--temp-limit", "temp_limit_c", type=float, help="Keep the hottest silicon below so many °C.")
+@click.option(
+    "--minutes",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="Decode for so many minutes in all runs together.",
+)
+@click.option(
+    "--repeats",
+    "-r",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Run every setting so many times, in random order.",
+)
+@click.option(
+    "--k",
+    "ks",
+    default="0,1,2,4,auto",
+    show_default=True,
+    help="Run these k, with commas between; plain decoding (0) is always among them.",
+)
+@click.option(
+    "--drafter",
+    "drafters",
+    multiple=True,
+    help="Draft by model or lookup only; may be given several times (default: all there are).",
+)
+@click.option(
+    "--objective",
+    "objectives",
+    multiple=True,
+    type=click.Choice(OBJECTIVES),
+    help="Let auto choose for this; may be given several times (default: latency).",
+)
+@click.option(
+    "--ambient",
+    "ambient_c",
+    type=float,
+    help="Simulate this ambient temperature in °C (default: 25); on a real machine it is only noted.",
+)
+@click.option(
+    "--cool-down",
+    "cool_down_s",
+    type=click.FloatRange(min=0),
+    help="Wait at most so many seconds for the machine to cool between runs (default: 120; simulated: 1800).",
+)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    help="Run nothing; make summary and report again from this profile.jsonl.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Draw the order of runs, and what a simulated device leaves to chance, from this.",
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    default=Path("profile"),
+    show_default=True,
+    help="Write the results into this folder.",
+)
 @loading_options
 @json_option
 def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
-    """Measure what this pair sustains here: tokens per second, joules per token, heat; or simulate a device.
+    """Measure what BUNDLE sustains here: tokens per second, joules per token, heat; or simulate a device.
 
     Writes profile.jsonl, summary.json and report.html into the output folder. Ctrl-C keeps what was measured.
     """

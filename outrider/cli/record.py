@@ -28,26 +28,32 @@ adb_option = click.option(
 
 @click.command("record")
 @click.option(
-    "--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Trace to write."
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="Write the trace to this file.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(min=0, min_open=True), help="How long; default: until Ctrl-C."
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Record for so many seconds (default: until Ctrl-C).",
 )
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.01),
     default=0.1,
     show_default=True,
-    help="Shortest time between two reads of a sensor, in seconds; slow ones keep their own pace.",
+    help="Read no sensor again within so many seconds; slow ones keep their own pace.",
 )
 @adb_option
 @json_option
 def command(
     output: Path, seconds: float | None, interval: float, adb: str | None, as_json_text: bool
 ) -> None:
-    """Record power, heat, clocks and memory into a trace that any command takes as --telemetry.
+    """Record power, heat, clocks and memory into a trace, to be played back with --telemetry.
 
-    Ctrl-C ends the recording; the trace is valid whenever it ends.
+    `outrider doctor` lists what can be read. Ctrl-C ends the recording; the trace is valid whenever it ends.
     """
     import platform
     from datetime import UTC, datetime

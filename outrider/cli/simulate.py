@@ -31,17 +31,41 @@ __all__ = ["command"]
 
 @click.command(name="simulate")
 @click.argument("bundle", type=click.Path(path_type=Path), required=False)
-@click.option("--scenario", required=True, help="hot-phone, phone-day, board-cap, or a TOML file.")
-@click.option("--device", help="Another device than the scenario's: a name, or a TOML file.")
-@click.option("--acceptance", type=click.Path(path_type=Path), help="Acceptance trace in place of a bundle.")
+@click.option(
+    "--scenario",
+    required=True,
+    help="Play this scenario: hot-phone, phone-day, board-cap, or a TOML file of your own.",
+)
+@click.option(
+    "--device",
+    help="Take this device in place of the scenario's: a name of `outrider devices`, or a TOML file.",
+)
+@click.option(
+    "--acceptance",
+    type=click.Path(path_type=Path),
+    help="Decode the texts of this trace of `outrider acceptance`, in place of a bundle.",
+)
 @click.option(
     "--policies",
     default="plain,best-fixed,governed",
     show_default=True,
-    help="List of: plain, best-fixed, governed, auto (not governed), k=N, DRAFTER k=N; 'unpaced' behind one.",
+    help="Compare these, with commas between: plain, best-fixed, governed, auto (not governed), k=N, DRAFTER k=N;"
+    " 'unpaced' behind one leaves its pauses out.",
 )
-@click.option("--max-tokens", "-n", type=click.IntRange(min=8), default=128, help="Of a text, with a bundle.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Folder for simulation.json.")
+@click.option(
+    "--max-tokens",
+    "-n",
+    type=click.IntRange(min=8),
+    default=128,
+    show_default=True,
+    help="Record at most so many tokens a text from a bundle.",
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="Write simulation.json, with a timeline of every run, into this folder.",
+)
 @loading_options
 @json_option
 def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
