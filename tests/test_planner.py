@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from outrider.contracts import Costs, Energy, Limits, Objective, Plan, Proposal
 from outrider.errors import UsageError
 from outrider.runtime.costs import verify_time
+from outrider.runtime.evidence import Stint
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.planner import (
     Acceptance,
@@ -457,3 +458,58 @@ def test_a_plan_fixed_by_its_user_keeps_its_k_and_is_paced():
     plan = planner.paced(Plan("d", 4), Asked(power_w=4.0, k_max=1))
     assert plan.k == 4
     assert plan.pace_s > 0.0
+
+
+@given(
+    st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4),
+    st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4),
+    st.floats(0.0, 0.03),
+)
+@settings(deadline=None)
+def test_drafts_that_stop_short_are_priced_by_their_chances(right, comes, step_s):
+    costs, k_max = Costs(CPU, {"d": step_s}), 5
+    at = lambda values, j: values[min(j, len(values) - 1)]  # noqa: E731
+    scores = [1 / CPU[1]]
+    for k in range(1, k_max + 1):
+        seconds, tokens, whole, reach = 0.0, 1.0, 1.0, 1.0
+        for d in range(k):
+            seconds += whole * (1 - at(comes, d)) * (verify_time(CPU, d + 1) + (d + 1) * step_s)
+            whole *= at(comes, d)
+            reach *= at(comes, d) * at(right, d)
+            tokens += reach
+        seconds += whole * (verify_time(CPU, k + 1) + k * step_s)
+        scores.append(tokens / seconds)
+    likely = Acceptance({"d": tuple(right)}, {"d": tuple(comes)})
+    plan = choose(costs, likely, SPEED, Limits(k_max))
+    assert scores[plan.k] >= max(scores) / SPEED.margin - 1e-9
+
+
+def test_a_drafter_that_seldom_proposes_what_it_is_asked_for_is_switched_off():
+    planner, drafts = Planner({"verify_s": CPU, "draft_s": {"d": 0.03}}), []
+    for i in range(300):
+        plan = planner.plan({"d": ""}, 7)
+        gives = plan.k if i % 5 == 0 else 0
+        seconds = verify_time(CPU, gives + 1) + min(plan.k, gives + 1) * 0.03
+        planner.observe(
+            Observation(plan, gives, gives, gives, gives + 1, seconds, 0.03 * plan.k, seconds, 1 + gives)
+        )
+        drafts.append(plan.k > 0)
+    assert sum(drafts[100:]) < 20
+
+
+def test_a_catch_up_must_be_paid_for_by_the_tokens_until_the_next_one():
+    stint = Stint()
+    for _ in range(20):
+        stint.add(3, 100)
+        stint.add(3, 1)
+    assert stint.tokens == pytest.approx(6, abs=0.5)
+    for _ in range(20):
+        stint.add(3, 2)
+    assert stint.tokens == pytest.approx(6, abs=0.5), "what goes on is not counted before it ends"
+
+
+def test_a_forward_that_took_no_time_by_a_coarse_clock_is_survived():
+    planner = Planner()
+    for _ in range(3):
+        observe(planner, Plan(None, 0, "none"), 0, 0, 0.0)
+    assert planner.plan({"d": "4"}, 7).k == 1

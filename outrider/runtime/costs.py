@@ -10,7 +10,9 @@ from outrider.contracts import Costs, Energy
 
 __all__ = ["CostEstimates", "by_width", "snap", "verify_time"]
 
+FAR_BEHIND = 8  # tokens that a drafter must run first: from here on that is a catch-up, not part of its step
 PRIOR_DRAFT = 0.25  # a draft step, as a share of a plain step, until it is measured
+_SHORTEST_S = 1e-9  # a forward takes time, whatever a coarse clock says
 _PRIOR_SLOPE = 0.25  # a verify token more, as a share of a plain step, until widths are measured
 _CATCH_UP_SHARE = 0.2  # a token of a draft's catch-up, as a share of its draft step, until measured
 
@@ -105,6 +107,7 @@ class CostEstimates:
         """
         self._rounds += 1
         self.overhead_s = self._ema(self.overhead_s, overhead_s)
+        seconds = max(seconds, _SHORTEST_S)
         known = self.verify_s.setdefault(width, seconds)
         self._measured_at[width] = self._rounds
         step = self._alpha * (min(max(seconds / known, 0.5), 2.0) - 1.0)
@@ -116,7 +119,7 @@ class CostEstimates:
     def learn_draft(self, name: str, steps: int, seconds: float, backlog: int) -> float:
         """Learn a draft step, or the catch-up of a drafter that was far behind; returns its seconds."""
         steps = max(steps, 1)
-        if backlog <= 8:
+        if backlog <= FAR_BEHIND:
             self.draft_s[name] = self._ema(self.draft_s.get(name, 0.0), seconds / steps)
             return 0.0
         catch_up_s = max(0.0, seconds - steps * self.draft_s.get(name, 0.0))

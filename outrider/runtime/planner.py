@@ -16,14 +16,14 @@ time that passes, so that a wrong estimate costs little, and text that turns pre
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import Any, NamedTuple, Protocol
 
 from outrider.contracts import Costs, Energy, Limits, Objective, Plan
 from outrider.errors import UsageError
 from outrider.runtime.costs import PRIOR_DRAFT, CostEstimates, by_width
-from outrider.runtime.evidence import PRIOR_ACCEPTANCE, Account, Evidence
+from outrider.runtime.evidence import PRIOR_ACCEPTANCE, Account, Evidence, Stint
 
 __all__ = ["Acceptance", "Directive", "Observation", "Planner", "choose", "expected_tokens", "pace"]
 
@@ -32,9 +32,14 @@ LONGEST_PACE_S = 2.0  # a pause after a round; what would need more cannot be he
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Conditional acceptance by drafter: entry j is P(draft j accepted | those before it were)."""
+    """Conditional acceptance by drafter: entry j is P(draft j accepted | it was drafted, those before accepted).
+
+    `proposed` holds P(draft j is drafted | it was asked for, those before were drafted), for drafters that may
+    stop short of k by themselves (absent: they never do). The last entry goes on.
+    """
 
     conditional: Mapping[str, tuple[float, ...]]
+    proposed: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 class Directive(Protocol):
@@ -78,40 +83,67 @@ class _Prices:
         self.times = [seconds + costs.overhead_s for seconds in rounds]
         self.joules = by_width(costs.energy.verify_j, limits.widths, k_max) if costs.energy else None
 
-    def round(self, drafter: str | None, k: int, tokens: float) -> _Round:
-        """A round of k drafts that commits so many tokens, with the pause that keeps it within the limits."""
+    def fixed(self, drafter: str | None, k: int) -> tuple[float, float]:
+        """Seconds and dynamic joules of a round in which exactly k tokens are drafted."""
+        return self._spent(drafter, k, k)
+
+    def _spent(self, drafter: str | None, drafted: int, steps: int) -> tuple[float, float]:
+        energy, name = self.costs.energy, drafter or ""
+        seconds = self.times[drafted] + (steps * self.step_s(name) if steps else 0.0)
+        if energy is None or self.joules is None:
+            return seconds, 0.0
+        return seconds, self.joules[drafted] + steps * energy.draft_j.get(name, 0.0)
+
+    def paced_s(self, work_s: float, dynamic_j: float) -> float:
+        """Seconds that a round must last to keep within the limits on power and work."""
         limits, energy = self.limits, self.costs.energy
-        work_s = self.times[k] + (k * self.step_s(drafter) if drafter else 0.0)
-        dynamic_j = self.joules[k] + k * _draft_j(energy, drafter) if energy and self.joules else 0.0
         round_s = work_s / limits.duty
         if energy and limits.power_w is not None:
             spare_w = limits.power_w - energy.static_w
             round_s = max(round_s, dynamic_j / spare_w if spare_w > 0.0 else inf)
-        round_s = min(round_s, work_s + LONGEST_PACE_S)
-        catch_up_s = limits.catch_up_s.get(drafter, 0.0) / max(limits.horizon, 1) if drafter else 0.0
+        return min(round_s, work_s + LONGEST_PACE_S)
+
+    def round(self, drafter: str | None, k: int, tokens: float, work_s: float, dynamic_j: float) -> _Round:
+        """A round that is expected to commit so many tokens for so much work."""
+        round_s = self.paced_s(work_s, dynamic_j)
+        catch_up_s, catch_up_j = self._catch_up(drafter) if drafter else (0.0, 0.0)
         token_s = round_s / tokens + catch_up_s
-        token_j = dynamic_j / tokens + (energy.static_w * token_s if energy else 0.0)
+        static_w = self.costs.energy.static_w if self.costs.energy else 0.0
+        token_j = dynamic_j / tokens + catch_up_j + static_w * token_s
         cost = {"latency": token_s, "energy": token_j, "balanced": token_s * token_j}[self.kind]
         return _Round(cost, drafter, k, round_s - work_s)
+
+    def _catch_up(self, drafter: str) -> tuple[float, float]:
+        """Seconds and dynamic joules a token, of what the drafter must run before its first one."""
+        seconds = self.limits.catch_up_s.get(drafter, 0.0) / max(self.limits.horizon, 1)
+        energy, step_s = self.costs.energy, self.step_s(drafter)
+        if energy is None or step_s <= 0.0:
+            return seconds, 0.0
+        return seconds, seconds * energy.draft_j.get(drafter, 0.0) / step_s
 
     def step_s(self, drafter: str) -> float:
         """Seconds of a draft step."""
         return self.costs.draft_s.get(drafter, PRIOR_DRAFT * self.times[0])
 
-    def drafted(self, drafter: str, conditional: tuple[float, ...]) -> Iterator[_Round]:
-        """The rounds of every k that a drafter may draft."""
+    def drafted(self, drafter: str, acceptance: Acceptance) -> Iterator[_Round]:
+        """The rounds of every k that a drafter may draft; a draft that stops short has run one step for nothing."""
+        conditional = acceptance.conditional[drafter]
+        proposed = acceptance.proposed.get(drafter, (1.0,))
         most_s = self.times[0] + self.limits.risk_s.get(drafter, inf)
-        step_s, reach, tokens = self.step_s(drafter), 1.0, 1.0
+        tokens, reach, whole = 1.0, 1.0, 1.0  # whole: the chance that k tokens are drafted
+        early_s = early_j = 0.0  # of drafts that stopped before k, weighted by their chance
         for k in range(1, len(self.times)):
-            if k * step_s + self.times[k] > most_s:
+            full_s, full_j = self._spent(drafter, k, k)
+            if full_s > most_s:
                 return
-            reach *= conditional[min(k, len(conditional)) - 1]
+            comes = proposed[min(k, len(proposed)) - 1]
+            short_s, short_j = self._spent(drafter, k - 1, k)
+            early_s += whole * (1.0 - comes) * short_s
+            early_j += whole * (1.0 - comes) * short_j
+            whole *= comes
+            reach *= comes * conditional[min(k, len(conditional)) - 1]
             tokens += reach
-            yield self.round(drafter, k, tokens)
-
-
-def _draft_j(energy: Energy, drafter: str | None) -> float:
-    return energy.draft_j.get(drafter, 0.0) if drafter else 0.0
+            yield self.round(drafter, k, tokens, early_s + whole * full_s, early_j + whole * full_j)
 
 
 def choose(costs: Costs, acceptance: Acceptance, objective: Objective, limits: Limits) -> Plan:
@@ -123,13 +155,12 @@ def choose(costs: Costs, acceptance: Acceptance, objective: Objective, limits: L
     if not costs.verify_s:
         raise UsageError("no verify time is measured yet; run a plain round first")
     prices = _Prices(costs, objective, limits, _longest(acceptance, limits))
-    plain = prices.round(None, 0, 1.0)
-    allowed = acceptance.conditional.items()
+    plain = prices.round(None, 0, 1.0, *prices.fixed(None, 0))
     rounds = [
         drafted
-        for name, conditional in allowed
+        for name in acceptance.conditional
         if limits.drafters is None or name in limits.drafters
-        for drafted in prices.drafted(name, conditional)
+        for drafted in prices.drafted(name, acceptance)
     ]
     best = min(rounds, default=None)
     promise = plain.cost / best.cost if best else 0.0
@@ -153,7 +184,8 @@ def pace(plan: Plan, costs: Costs, limits: Limits) -> Plan:
     if not costs.verify_s or (limits.power_w is None and limits.duty >= 1.0):
         return plan
     prices = _Prices(costs, Objective(), limits, plan.k)
-    return replace(plan, pace_s=prices.round(plan.drafter, plan.k, 1.0).pace_s)
+    work_s, dynamic_j = prices.fixed(plan.drafter, plan.k)
+    return replace(plan, pace_s=prices.paced_s(work_s, dynamic_j) - work_s)
 
 
 @dataclass(frozen=True)
@@ -196,6 +228,7 @@ class Planner:
         self._estimates = CostEstimates(costs or {})
         self._evidence: dict[tuple[str, str], Evidence] = {}
         self._accounts: dict[str, Account] = {}
+        self._stints: dict[str, Stint] = {}
         self._widths: tuple[int, ...] | None = None
 
     @property
@@ -209,7 +242,11 @@ class Planner:
 
     def acceptance(self, kinds: Mapping[str, str]) -> Acceptance:
         """Estimates for drafters whose next proposals are of these kinds (`""` when unknown)."""
-        return Acceptance({name: self._of(name, kind).conditional() for name, kind in kinds.items()})
+        evidence = {name: self._of(name, kind) for name, kind in kinds.items()}
+        return Acceptance(
+            {name: seen.conditional() for name, seen in evidence.items()},
+            {name: seen.proposed() for name, seen in evidence.items()},
+        )
 
     def begin(self, widths: tuple[int, ...] | None = None) -> None:
         """A new text on a target compiled for `widths` (None: any).
@@ -244,7 +281,8 @@ class Planner:
         plan = self._first(kinds, limits.k_max)
         if plan is not None:
             return pace(plan, self.costs, limits)
-        limits = replace(limits, risk_s=self._risks(kinds), catch_up_s=self._catch_ups(backlogs or {}))
+        catch_up_s = self._catch_ups(backlogs or {}, limits.horizon)
+        limits = replace(limits, risk_s=self._risks(kinds), catch_up_s=catch_up_s)
         objective = directive.objective if directive is not None else self.objective
         plan = choose(self.costs, self.acceptance(kinds), objective, limits)
         return plan if plan.k else self._probe(plan, kinds, objective, limits)
@@ -263,12 +301,14 @@ class Planner:
             account.heal(self.loss_share * seen.round_s / plain_s)
         if name is None:
             return
-        catch_up_s = estimates.learn_draft(name, seen.drafted, seen.draft_s, seen.backlog)
+        steps = min(seen.plan.k, seen.drafted + 1)
+        catch_up_s = estimates.learn_draft(name, steps, seen.draft_s, seen.backlog)
         account = self._account(name)
         account.idle_rounds = 0
         account.book(seen.tokens - (seen.round_s - catch_up_s) / plain_s)
-        if seen.evaluated and not seen.cut:
-            self._of(name, seen.kind).add(seen.evaluated, seen.accepted)
+        self._stint(name).add(seen.tokens, seen.backlog)
+        if not seen.cut:
+            self._of(name, seen.kind).add(seen.plan.k, seen.drafted, seen.evaluated, seen.accepted)
 
     def _first(self, kinds: Mapping[str, str], k_max: int) -> Plan | None:
         """The plan where there is no choice, or nothing measured to choose by."""
@@ -300,10 +340,18 @@ class Planner:
         plain_s = self._estimates.plain_s(self._widths)
         return {name: Account.stake * self._account(name).steps * plain_s for name in kinds}
 
-    def _catch_ups(self, backlogs: Mapping[str, int]) -> dict[str, float]:
+    def _catch_ups(self, backlogs: Mapping[str, int], horizon: int) -> dict[str, float]:
+        """Seconds to catch up, as if all `horizon` tokens paid for it though only a stint of them will."""
         plain_s = self._estimates.plain_s(self._widths)
         token_s = self._estimates.catch_up_token_s
-        return {name: n * token_s(name, plain_s) for name, n in backlogs.items() if n > 1}
+        return {
+            name: n * token_s(name, plain_s) * max(1.0, horizon / self._stint(name).tokens)
+            for name, n in backlogs.items()
+            if n > 1
+        }
+
+    def _stint(self, name: str) -> Stint:
+        return self._stints.setdefault(name, Stint())
 
     def _account(self, name: str) -> Account:
         return self._accounts.setdefault(name, Account())
