@@ -11,16 +11,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import outrider
-from outrider.contracts import Reading
+from outrider.contracts import Reading, Sampling
 from outrider.errors import UsageError
 from outrider.power.monitor import Monitor
 from outrider.power.profile_trace import ProfileError, ProfileTrace, ProfileWriter, read_profile
 from outrider.power.sensors.system import System
 from outrider.power.summarise import summarise
 from outrider.power.summary import read_summary
+from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.planner import Planner
 from outrider.runtime.profile import FILES, Cell, Options, cells_of, finish, profile
 from outrider.runtime.provenance import merged, of_bundle, of_device, of_machine
@@ -291,7 +293,26 @@ def test_a_simulated_device_decodes_the_bundle_s_own_text(pipeline: Any) -> None
     expected = pipeline.generate(text.prompt, max_tokens=24, k=0).tokens
     assert tuple(tokens) == tuple(expected)
     assert machine.elapsed_s > 0
-    assert machine.memory_available_mb < 1e3 * known.memory_gb
+
+
+def test_a_simulated_bundle_s_draft_can_be_released_and_loaded_again(pipeline: Any) -> None:
+    known = load_device("raspberry-pi-5")
+    machine = Machine(known, 25.0, 0)
+    empty_mb = machine.memory_available_mb
+    simulated = bundle_rig(known, pipeline, machine)
+    taken_mb = simulated.target_mb + simulated.draft_mb
+    assert machine.memory_available_mb == pytest.approx(empty_mb - taken_mb)
+    drafter = simulated.drafters["model"]
+    assert isinstance(drafter, ModelDrafter)
+    drafter.release()
+    assert not drafter.loaded
+    assert machine.memory_available_mb == pytest.approx(empty_mb - simulated.target_mb)
+    before_s = machine.elapsed_s
+    drafter.restore()
+    assert machine.elapsed_s > before_s
+    text = simulated.texts()(None)
+    drafter.propose(text.prompt, 3, Sampling(), np.random.default_rng(0))
+    assert drafter.graph.length >= len(text.prompt), "the real graph is still open"
 
 
 def test_a_real_machine_is_profiled_with_the_sensors_that_it_has(pipeline: Any, tmp_path: Path) -> None:

@@ -8,10 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from outrider.errors import UsageError
+from outrider.contracts import Sampling
+from outrider.errors import BackendError, UsageError
+from outrider.power.tuning import Tuning
 from outrider.runtime import simulate
+from outrider.runtime.rig import trace_rig
 from outrider.runtime.simulate import (
     PolicyRun,
     cap_violation,
@@ -23,6 +27,8 @@ from outrider.runtime.simulate import (
 )
 from outrider.targets.device import load_device
 from outrider.targets.scenario import Event, Scenario
+from outrider.targets.simulated import DRAFT_COST, LOAD_MB_PER_S, Machine
+from outrider.targets.trace_model import TraceDrafter
 from tests.acceptance_texts import made_up_texts, write_texts
 
 TEXTS = made_up_texts()
@@ -275,3 +281,36 @@ def test_texts_must_come_from_somewhere_and_from_one_place(
         code, _, said = run_main("simulate", *words, "--scenario", day)
         assert code == 2
         assert "either a bundle or an acceptance trace" in said
+
+
+def test_memory_pressure_takes_the_draft_model_and_gives_it_back() -> None:
+    events = (Event(20.0, memory_taken_mb=6900.0), Event(60.0, memory_taken_mb=0.0))
+    run = run_policy(replace(PHONE, duration_s=120.0, events=events), "model k=4", TEXTS)
+
+    def drafted(begin_s: float, end_s: float) -> float:
+        return sum(point.k or 0.0 for point in run.timeline if begin_s <= point.time_s < end_s)
+
+    assert drafted(0.0, 20.0) > 0
+    assert drafted(24.0, 60.0) == 0
+    assert drafted(60.0 + Tuning().memory_return_s + 4.0, 120.0) > 0
+
+
+def test_a_released_draft_costs_its_memory_and_the_time_to_load_it_again() -> None:
+    device = load_device(PHONE.device)
+    machine = Machine(device, jitter=0.0)
+    rig = trace_rig(device, TEXTS, machine)
+    drafter = rig.drafters["model"]
+    assert isinstance(drafter, TraceDrafter)
+    free_mb = machine.memory_available_mb
+    drafter.release()
+    drafter.release()
+    assert machine.memory_available_mb == pytest.approx(free_mb + DRAFT_COST.resident_mb)
+    with pytest.raises(BackendError, match="released"):
+        drafter.propose([1], 4, Sampling(), np.random.default_rng(0))
+    before_s, before_j = machine.elapsed_s, machine.energy_j
+    drafter.restore()
+    drafter.restore()
+    assert machine.memory_available_mb == pytest.approx(free_mb)
+    spent_s = machine.elapsed_s - before_s
+    assert spent_s == pytest.approx(DRAFT_COST.resident_mb / LOAD_MB_PER_S)
+    assert machine.energy_j - before_j == pytest.approx(spent_s * machine.static_w)

@@ -27,7 +27,15 @@ from outrider.runtime.planner import Planner
 from outrider.runtime.rounds import Engine
 from outrider.targets.device import Device
 from outrider.targets.physics import dynamic_power, roofline_time
-from outrider.targets.simulated import DRAFT_COST, TARGET_COST, Machine, ModelCost, SimulatedGraph, model_cost
+from outrider.targets.simulated import (
+    DRAFT_COST,
+    TARGET_COST,
+    HeldGraph,
+    Machine,
+    ModelCost,
+    SimulatedGraph,
+    model_cost,
+)
 from outrider.targets.trace_model import Stage, TraceDrafter, TraceTarget, TraceText
 from outrider.targets.trace_model import cycle as cycle_texts
 
@@ -78,7 +86,7 @@ class Rig:
 
     `texts()` gives a sequence that starts anew: a call of it, with a category or None, begins the next text.
     `machine` is the simulated one, None on a real machine. `sleep` pauses; `monitor` reads the sensors when
-    it is polled, or in a thread of its own.
+    it is polled, or in a thread of its own. `target_mb` and `draft_mb` are what the models take.
     """
 
     target: Graph
@@ -90,7 +98,9 @@ class Rig:
     device: Device | None = None
     machine: Machine | None = None
     vocab_limit: int | None = None
-    prefill_chunk: int = 512
+    prefill_chunk: int = DEFAULT_PREFILL
+    target_mb: float = 0.0
+    draft_mb: float = 0.0
     prior: Energy | None = None
     provenance: Mapping[str, str] = field(default_factory=dict)
     _energy_model: EnergyModel | None = None
@@ -115,7 +125,8 @@ class Rig:
         A `free` one limits nothing, but serves the objective and learns what rounds take.
         """
         kind = FreeGovernor if free else Governor
-        governor = kind(policy, limits if limits is not None else self.device)
+        known = limits if limits is not None else self.device
+        governor = kind(policy, known, target_mb=self.target_mb, draft_mb=self.draft_mb)
         return Pacer(self.monitor, governor, self.energy_model, None, self.clock, POLL_S)
 
     def engine(self, planner: Planner, pacer: Pacer | None) -> Engine:
@@ -165,8 +176,6 @@ def trace_rig(
             name, stage, machine if costly else None, draft_cost if costly else None, draft_unit
         )
     machine.hold("target", target_cost.resident_mb)
-    if "model" in drafters:
-        machine.hold("draft", draft_cost.resident_mb)
     target = SimulatedGraph(TraceTarget(stage), machine, target_cost, unit)
     costs = {name: (draft_cost if name == "model" else None) for name in drafters}
     return Rig(
@@ -178,6 +187,8 @@ def trace_rig(
         sleep=machine.idle,
         device=device,
         machine=machine,
+        target_mb=target_cost.resident_mb,
+        draft_mb=draft_cost.resident_mb if "model" in drafters else 0.0,
         prior=nominal_energy(device, target_cost, costs, unit, draft_unit),
     )
 
@@ -205,18 +216,16 @@ def host_rig(pipeline: Pipeline, device: Device | None = None) -> Rig:
 def bundle_rig(device: Device, pipeline: Pipeline, machine: Machine, *, seed: int = 0) -> Rig:
     """A rig that runs a loaded bundle for its tokens, and a simulated machine for time, energy and heat."""
     costs = {role: model_cost(entry.by_preference()[0]) for role, entry in _roles(pipeline).items()}
-    for role, cost in costs.items():
-        machine.hold(role, cost.resident_mb)
     drafters = dict(pipeline.engine.drafters)
     drafter = drafters.get("model")
     if isinstance(drafter, ModelDrafter):
-        graph = SimulatedGraph(drafter.graph, machine, costs["draft"])
+        graph = HeldGraph(drafter.graph, machine, costs["draft"], "draft")
         drafters["model"] = ModelDrafter(
-            graph, drafter.vocab_limit, drafter.min_confidence, _prefill_chunk(pipeline)
+            graph, drafter.vocab_limit, drafter.min_confidence, _prefill_chunk(pipeline), graph.reopen
         )
     known = {name: costs.get("draft") if name == "model" else None for name in drafters}
     return Rig(
-        target=SimulatedGraph(pipeline.engine.target, machine, costs["target"]),
+        target=HeldGraph(pipeline.engine.target, machine, costs["target"], "target"),
         drafters=drafters,
         texts=partial(_prompts, pipeline),
         monitor=Monitor([Simulated(machine, seed)], clock=machine.clock),
@@ -226,6 +235,8 @@ def bundle_rig(device: Device, pipeline: Pipeline, machine: Machine, *, seed: in
         machine=machine,
         vocab_limit=pipeline.engine.vocab_limit,
         prefill_chunk=_prefill_chunk(pipeline),
+        target_mb=costs["target"].resident_mb,
+        draft_mb=costs["draft"].resident_mb if "model" in drafters else 0.0,
         prior=nominal_energy(device, costs["target"], known),
     )
 
@@ -313,4 +324,5 @@ def nominal_energy(
         float(device.static_w),
         {width: joules(target, width, unit) for width in _WIDTHS},
         {name: 0.0 if cost is None else joules(cost, 1, draft_unit) for name, cost in drafts.items()},
+        float(device.idle_w),
     )

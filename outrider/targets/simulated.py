@@ -39,6 +39,7 @@ from outrider.targets.scenario import Event
 __all__ = [
     "DRAFT_COST",
     "TARGET_COST",
+    "HeldGraph",
     "Machine",
     "ModelCost",
     "SimulatedGraph",
@@ -48,6 +49,8 @@ __all__ = [
 
 CHARGE_LOSS = 0.1  # of a charger's power: heats the case
 SYSTEM_MEMORY_SHARE = 0.3  # of all memory: the system and what it always runs
+LOAD_MB_PER_S = 400.0
+"""Assumed: how fast a model that was released is there again, from storage to its first forward."""
 _TINY = 1e-9  # s; float noise of adding up times
 _SPECIMEN = {
     *("bandwidth_gb_s", "sustained_gops", "busy_w", "pj_per_op", "launch_ms"),
@@ -214,6 +217,14 @@ class Machine:
         """Take memory, for a model that is loaded."""
         self._held[name] = megabytes
 
+    def load(self, name: str, megabytes: float) -> None:
+        """Read a model back from storage: it takes memory, and time at the power of an awake device."""
+        self.hold(name, megabytes)
+        self.catch_up()
+        end = self.clock() + megabytes / LOAD_MB_PER_S
+        while (left := end - self.clock()) > _TINY:
+            self._advance(min(left, self._until_next()), self.static_w)
+
     def release(self, name: str) -> None:
         """Give back what `name` holds; nothing happens when it holds nothing."""
         self._held.pop(name, None)
@@ -356,3 +367,25 @@ class SimulatedGraph:
     def close(self) -> None:
         """Close the real graph."""
         self.inner.close()
+
+
+class HeldGraph(SimulatedGraph):
+    """A simulated graph that holds memory of its machine as `role`, and can be closed and opened again there.
+
+    The real graph stays open, and stays its owner's to close.
+    """
+
+    def __init__(self, inner: Graph, machine: Machine, cost: ModelCost, role: str) -> None:
+        super().__init__(inner, machine, cost)
+        self.role = role
+        machine.hold(role, cost.resident_mb)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.machine.release(self.role)
+
+    def reopen(self) -> HeldGraph:
+        """Load it again, with an empty cache."""
+        self.inner.truncate(0)
+        self.machine.load(self.role, self.cost.resident_mb)
+        return self

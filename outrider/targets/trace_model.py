@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.contracts import BoolArray, Float32Array, IntArray, LogitsRequest, Output, Proposal, Sampling
-from outrider.errors import ContextError, TraceError, UsageError
+from outrider.errors import BackendError, ContextError, TraceError, UsageError
 from outrider.lines import read_lines
 from outrider.records import decode
 from outrider.targets.simulated import Machine, ModelCost
@@ -158,8 +158,9 @@ class TraceTarget:
 class TraceDrafter:
     """Drafts what the recorded drafter `name` drafted at this position, right and wrong tokens alike.
 
-    With a `cost` it is a draft model on a unit of `machine`: a forward over what it has not seen yet, then
-    one a token; a draft that ended at low confidence takes one more. Without, it is free (lookup).
+    With a `cost` it is a draft model on a unit of `machine`, whose memory it holds as "draft": a forward over
+    what it has not seen yet, then one a token; a draft that ended at low confidence takes one more. Without,
+    it is free (lookup).
     """
 
     def __init__(
@@ -178,6 +179,9 @@ class TraceDrafter:
         self._machine, self._cost, self._unit, self._precision = machine, cost, unit, precision
         self._source: Sequence[int] | None = None
         self._seen = 0  # tokens of the context that the draft's cache holds
+        self.loaded = True
+        if machine is not None and cost is not None:
+            machine.hold("draft", cost.resident_mb)
 
     def kind(self, context: Sequence[int]) -> str | None:
         """What the recorded drafter said of its next proposal; None: it had none."""
@@ -194,6 +198,8 @@ class TraceDrafter:
         self, context: Sequence[int], k: int, sampling: Sampling, rng: np.random.Generator
     ) -> Proposal:
         """The recorded draft at this position, cut at k."""
+        if not self.loaded:
+            raise BackendError("the draft model was released to free memory; call `restore` first")
         position = self._position(context)
         drafted = min(k, self._run.drafted[position])
         right = min(drafted, self._run.accepted[position])
@@ -207,6 +213,19 @@ class TraceDrafter:
     def reset(self) -> None:
         """Forget all context."""
         self._source, self._seen = None, 0
+
+    def release(self) -> None:
+        """Give the draft model's memory back; lookup has none."""
+        if self._machine is not None and self.loaded:
+            self._machine.release("draft")
+            self.loaded = False
+            self.reset()
+
+    def restore(self) -> None:
+        """Load the draft model again, if it was released; the next draft runs the whole context."""
+        if self._machine is not None and self._cost is not None and not self.loaded:
+            self._machine.load("draft", self._cost.resident_mb)
+            self.loaded = True
 
     @property
     def _run(self) -> TraceRun:
