@@ -73,12 +73,14 @@ class Directive:
     """What the planner must respect in the next round, and why.
 
     `flags` name what is not as one would wish: "energy=unknown", "telemetry=unknown", "limit=assumed", ...
+    `cap_w` is the user's cap, where that is what binds `power_w`: it is to be kept over every ten seconds.
     `time_to_throttle_s` is a prediction at the power of now; None: no limit is being approached.
     """
 
     objective: Objective = field(default_factory=Objective)
     level: Level = Level.NOMINAL
     power_w: float | None = None
+    cap_w: float | None = None
     duty: float = 1.0
     k_max: int | None = None
     k_share: float = 1.0
@@ -152,7 +154,8 @@ class Governor:
         self._time_s: float | None = None
         self._best_clock = 0.0
         self._slow_s: float | None = None  # since when the clock is low
-        self._reference: Costs | None = None
+        self._reference: Costs | None = None  # what rounds cost when last cool
+        self._was_cool = False  # until then, what they cost now stands in
         self._told = False  # whether any sensor has ever said how hot it is
         self._at_floor = False
         self._why = "cool"
@@ -181,8 +184,10 @@ class Governor:
         dt_s = 0.0 if self._time_s is None else max(0.0, state.time_s - self._time_s)
         if self._time_s is None or dt_s > 0.0:
             self._see(state, dt_s, energy is not None)
-        if costs is not None and costs.verify_s and (self.level == Level.NOMINAL or not self._reference):
-            self._reference = costs
+        if costs is not None and costs.verify_s:
+            self._was_cool |= self.level == Level.NOMINAL
+            cool = self._reference if self._was_cool and self.level > Level.NOMINAL else None
+            self._reference = costs if cool is None else _completed(cool, costs)
         return self._directive(state, energy is not None)
 
     def _see(self, state: State, dt_s: float, energy_known: bool) -> None:
@@ -311,6 +316,7 @@ class Governor:
             objective=_SAVING if saving else self._objective,
             level=level,
             power_w=None if power_w is None else power_w * self._cap.trim,
+            cap_w=power_w if power_w == self.policy.power_cap_w else None,
             duty=duty,
             k_max=k_max,
             k_share=k_share,
@@ -338,6 +344,17 @@ class Governor:
             "memory=" + self._memory.why: not self._memory.loaded,
         }
         return tuple(flag for flag, holds in named.items() if holds)
+
+
+def _completed(cool: Costs, now: Costs) -> Costs:
+    """The costs of the cool machine, with what was first measured since, as the cool machine would have it."""
+    if cool.verify_s.keys() >= now.verify_s.keys() and cool.draft_s.keys() >= now.draft_s.keys():
+        return cool
+    both = [width for width in now.verify_s if width in cool.verify_s]
+    faster = cool.verify_s[both[0]] / now.verify_s[both[0]] if both else 1.0
+    verify_s = {width: faster * seconds for width, seconds in now.verify_s.items()} | dict(cool.verify_s)
+    draft_s = {name: faster * seconds for name, seconds in now.draft_s.items()} | dict(cool.draft_s)
+    return replace(cool, verify_s=verify_s, draft_s=draft_s)
 
 
 def _figure(device: Any, name: str) -> float | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from outrider.contracts import Clock, Drafter, Objective
 from outrider.errors import OutriderError
 from outrider.power.governor import Directive, Level
+from outrider.power.ledger import Ledger
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import LONGEST_PACE_S, Planner
 from outrider.runtime.stats import Stats
@@ -16,6 +18,12 @@ from outrider.runtime.stats import Stats
 __all__ = ["FALLBACK", "Governed"]
 
 SLICE_S = 0.25  # of a pause, after which the sensors are looked at again
+FIRST_CHUNK = 32  # tokens of a prompt under a limit, before it is known how long they take
+LEAST_CHUNK = 16
+CHUNK_S = 1.0  # under a limit, of a chunk of a prompt
+CHUNK_SHARE = 0.08  # of what the cap allows in a window, that a chunk of a prompt may take
+WINDOW_S = 10.0
+LEAST_WAIT_S = 0.002
 RETRY_S = 60.0  # after a draft model could not be opened again
 
 FALLBACK = Directive(
@@ -24,6 +32,13 @@ FALLBACK = Directive(
 """What holds while the governor raises: drafts of one token at most."""
 
 _log = logging.getLogger(__name__)
+
+
+class _Work(NamedTuple):
+    """Something that runs, and what the machine draws meanwhile."""
+
+    seconds: float
+    watts: float
 
 
 class Governed:
@@ -44,6 +59,8 @@ class Governed:
         self.directive: Directive | None = None  # of this round
         self._drafters, self._clock, self._sleep = drafters, clock, sleep
         self._static_w = self._dynamic_w = 0.0
+        self._token_s: float | None = None  # of a prompt
+        self._last = _Work(0.0, 0.0)
         self._failed = False
         self._retry_s = float("-inf")
 
@@ -61,14 +78,85 @@ class Governed:
         stats.level = str(max(directive.level, Level[(stats.level or "nominal").upper()]))
         return directive
 
-    def saw(self, width: int, drafter: str | None, steps: int, odd: bool = False) -> None:
-        """Tell the pacer what a round ran."""
+    def saw(
+        self, width: int, drafter: str | None, steps: int, odd: bool = False, seconds: float = 0.0
+    ) -> None:
+        """Tell the pacer what a round ran, and how long it took."""
         if self.pacer is None:
             return
         try:
-            self.pacer.observe(width, drafter, steps, odd)
+            self.pacer.observe(width, drafter, steps, odd, seconds)
+            if not odd and self._ledger() is not None:
+                watts = self.pacer.work_w(width, drafter, steps, odd, seconds)
+                self._last = _Work(seconds, watts)
         except Exception as error:
             self._fail(error)
+
+    def saw_prompt(self, tokens: int, width: int, seconds: float) -> None:
+        """Tell the pacer that so many tokens of a prompt ran."""
+        self._token_s = seconds / tokens if seconds > 0.0 else self._token_s
+        self.saw(width, None, 0, odd=True, seconds=seconds)
+
+    def chunk(self, most: int, widths: tuple[int, ...] | None) -> int:
+        """Tokens of a prompt to run at once: few where a limit must hold, so that none breaks it."""
+        directive = self.directive
+        if directive is None or (directive.power_w is None and directive.duty >= 1.0):
+            return most
+        if self._token_s is None:
+            fitting = FIRST_CHUNK
+        else:
+            seconds = CHUNK_S
+            if directive.power_w is not None:
+                window_j = directive.power_w * WINDOW_S
+                seconds = min(seconds, CHUNK_SHARE * window_j / max(self._prompt_w(), 1e-3))
+            fitting = int(seconds / max(self._token_s, 1e-6))
+        fitting = min(most, max(fitting, LEAST_CHUNK))
+        if widths is None:
+            return fitting
+        return max((width for width in widths if width <= fitting), default=min(widths))
+
+    def admit_catch_up(self, name: str, backlog: int, planner: Planner) -> float:
+        """Wait until a draft model may run the tokens that it has not seen. Returns what was slept."""
+        costs = planner.costs
+        if self._token_s is None or not costs.verify_s:
+            return 0.0
+        plain_s = costs.verify_s[min(costs.verify_s)]
+        share = min(costs.draft_s.get(name, plain_s) / plain_s, 1.0)
+        return self.admit(max(2, round(share * backlog)))
+
+    def admit(self, tokens: int) -> float:
+        """Wait until a prompt's next tokens, or with 1 another round, keep the cap. Returns what was slept."""
+        ledger = self._ledger()
+        if ledger is None or self.pacer is None or self.directive is None:
+            return 0.0
+        slept_s = 0.0
+        while slept_s < ledger.window_s:
+            self.pacer.rest_until(self._now())
+            work = self._next(tokens)
+            cap_w = self._cap_w() or 0.0
+            wait_s = ledger.wait_s(cap_w, work.seconds, work.watts, self.pacer.rest_w)
+            if wait_s < LEAST_WAIT_S:
+                break
+            part_s = min(wait_s, SLICE_S)
+            self._sleep(part_s)
+            slept_s += part_s
+            self._look()
+        return slept_s
+
+    def pace_s(self, planned_s: float, worked_s: float, priced: bool) -> float:
+        """The pause after a round: the plan's, or what the ledger says where the user's cap is what binds.
+
+        What no plan priced (the last chunk of a prompt, a draft that catches up) is paced by what it took.
+        """
+        directive, ledger = self.directive, self._ledger()
+        own_s = planned_s if priced else max(planned_s, self.rest_s(worked_s))
+        if directive is None or ledger is None or self.pacer is None or directive.cap_w is None:
+            return own_s
+        if not priced:
+            return max(planned_s, worked_s * (1.0 / directive.duty - 1.0))
+        self.pacer.rest_until(self._now())
+        cap_s = ledger.pace_s(directive.cap_w, self._last.seconds, self._last.watts, self.pacer.rest_w)
+        return max(cap_s, worked_s * (1.0 / directive.duty - 1.0))
 
     def pause(self, pace_s: float, since_s: float) -> float:
         """Sleep until `pace_s` after `since_s`; what the caller did meanwhile counts. Returns what was slept."""
@@ -87,12 +175,38 @@ class Governed:
         if directive is None or self.pacer is None:
             return 0.0
         rest_s = worked_s * (1.0 / directive.duty - 1.0)
-        if directive.power_w is not None:
-            measured_w = max(self.pacer.state.power_w or 0.0, self.pacer.odd_w) - self._static_w
-            dynamic_j = worked_s * max(measured_w, self._dynamic_w)
+        if directive.power_w is not None and (directive.cap_w is None or self._ledger() is None):
+            dynamic_j = worked_s * (self._prompt_w() - self._static_w)
             spare_w = directive.power_w - self._static_w
             rest_s = max(rest_s, dynamic_j / spare_w - worked_s if spare_w > 0.0 else LONGEST_PACE_S)
         return min(rest_s, LONGEST_PACE_S)
+
+    def _prompt_w(self) -> float:
+        """Watts while a prompt runs: as measured or by the profile, at least what rounds draw."""
+        known_w = getattr(self.pacer, "prompt_w", None)
+        return self._static_w + max(self._dynamic_w, known_w or 0.0)
+
+    def _next(self, tokens: int) -> _Work:
+        """What is expected of a chunk of a prompt, or with 1 token of a round like the last."""
+        if tokens <= 1:
+            return self._last
+        return _Work((self._token_s or 0.0) * tokens, self._prompt_w())
+
+    def _cap_w(self) -> float | None:
+        """The user's cap, also where heat allows less."""
+        policy = getattr(getattr(self.pacer, "governor", None), "policy", None)
+        return (
+            None
+            if policy is None or self.directive is None or self.directive.power_w is None
+            else (policy.power_cap_w)
+        )
+
+    def _ledger(self) -> Ledger | None:
+        """What was drawn lately, where a cap is to be kept by it."""
+        return getattr(self.pacer, "ledger", None) if self._cap_w() is not None else None
+
+    def _now(self) -> float:
+        return self.pacer.now_s if self.pacer is not None else 0.0
 
     def _price(self, planner: Planner) -> None:
         """Tell the planner what rounds cost in joules, and note the most that work draws."""

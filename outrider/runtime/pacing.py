@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -9,6 +10,7 @@ from typing import NamedTuple, Protocol
 from outrider.contracts import Clock, Costs, Energy, Reading
 from outrider.power.energy import Activity
 from outrider.power.governor import Directive, Governor
+from outrider.power.ledger import Ledger
 from outrider.power.monitor import choose_power
 from outrider.power.state import State
 from outrider.runtime.decision_log import DecisionLog
@@ -17,7 +19,9 @@ __all__ = ["Pacer", "Telemetry", "Work"]
 
 WINDOW_S = 1.0  # of activity and joules that the energy model is shown at once
 LONGEST_WINDOW_S = 5.0  # a window that grew longer held a silence, and is thrown away
+MOST_ODD = 0.5  # of a window, that may be prompts for the rest to teach anything
 CLOCK_CHANGE = 0.05  # of the clock: joules change with it
+PROMPT_SHARE = 0.3  # of a meter's interval, from which on it tells what prompts draw
 CLOCK_HOLD_S = 5.0  # between two changes that are heeded
 
 
@@ -58,6 +62,8 @@ class Work:
     verify: dict[int, int] = field(default_factory=dict)
     draft: dict[str, int] = field(default_factory=dict)
     odd: bool = False
+    odd_s: float = 0.0  # of odd work whose joules are estimated,
+    odd_j: float = 0.0  # so that what is left of the window can be learned from
 
     def add(self, width: int, drafter: str | None, steps: int) -> None:
         """Count a round."""
@@ -71,7 +77,8 @@ class Pacer:
 
     Every call looks at the monitor first, so that heat and power are followed through pauses too. Power
     readings are integrated into windows of about a second, which teach the energy model what rounds take.
-    With a `clock` the monitor is looked at no more often than every `least_s`.
+    With a `clock` the monitor is looked at no more often than every `least_s`, and a `ledger` is kept of what
+    was drawn, so that a cap holds over every window.
     """
 
     def __init__(
@@ -87,7 +94,10 @@ class Pacer:
         self.state = State(float("-inf"))
         self._clock, self._least_s = clock, least_s
         self._looked_s = float("-inf")
-        self.odd_w = 0.0  # what chunks of prompts drew lately
+        self.ledger = Ledger() if clock is not None else None
+        self.prompt_w: float | None = None  # beyond static power, as the meter shows it; None: unknown
+        self._chunk_w = 0.0  # the estimate of the last one
+        self._odd: deque[tuple[float, float, float]] = deque(maxlen=64)  # prompts: from, to, W as estimated
         self._ratio: float | None = None  # of the clock, when joules were last learned afresh
         self._clock_s = float("-inf")  # when that was
         self._energy: Energy | None = None
@@ -96,6 +106,7 @@ class Pacer:
         self._sample: _Sample | None = None
         self._work = Work()
         self._joules = 0.0
+        self._least_w = float("inf")
 
     def directive(self, costs: Costs) -> Directive:
         """What the next round must respect."""
@@ -113,14 +124,56 @@ class Pacer:
             self._fresh, self._widths = False, widths
         return self._energy
 
-    def observe(self, width: int, drafter: str | None, steps: int, odd: bool = False) -> None:
-        """Count a round that ran: a verify forward of `width` and so many draft steps.
+    def observe(
+        self, width: int, drafter: str | None, steps: int, odd: bool = False, seconds: float = 0.0
+    ) -> None:
+        """Count a round that just ran: a verify forward of `width` and so many draft steps, in `seconds`.
 
         `odd` marks work that is neither (a chunk of a prompt, a draft that catches up).
         """
-        self._work.add(width, drafter, steps)
-        self._work.odd |= odd
+        if not odd:
+            self._work.add(width, drafter, steps)
+        if self.ledger is not None and self._clock is not None and seconds > 0.0:
+            now_s = self._clock()
+            self.rest_until(now_s - seconds)
+            watts = self.work_w(width, drafter, steps, odd, seconds)
+            self.ledger.add(now_s - seconds, now_s, watts)
+            if odd:
+                self._chunk_w = watts
+                self._work.odd_s += seconds
+                self._work.odd_j += seconds * watts
+                self._odd.append((now_s - seconds, now_s, watts))
+        else:
+            self._work.odd |= odd
         self.poll()
+
+    def work_w(self, width: int, drafter: str | None, steps: int, odd: bool, seconds: float) -> float:
+        """Estimated watts of such a round, all that is drawn included."""
+        energy = self._energy
+        if not odd and energy is not None and width in energy.verify_j and seconds > 0.0:
+            drafts_j = steps * energy.draft_j.get(drafter or "", 0.0)
+            return energy.static_w + (energy.verify_j[width] + drafts_j) / seconds
+        if self.prompt_w is not None or energy is None or seconds <= 0.0:
+            return self.rest_w + (self.prompt_w or 0.0)
+        return max(energy.static_w + _wide_j(energy, width) / seconds, self._chunk_w)
+
+    @property
+    def now_s(self) -> float:
+        """The time of the ledger."""
+        return self._clock() if self._clock is not None else self.state.time_s
+
+    @property
+    def rest_w(self) -> float:
+        """Estimated watts while nothing runs: what energy figures say, else the least that was seen."""
+        if self._energy is not None:
+            return self._energy.static_w
+        return self._least_w if self._least_w < float("inf") else 0.0
+
+    def rest_until(self, now_s: float) -> None:
+        """Write down that nothing ran until now."""
+        if self.ledger is not None:
+            end_s = self.ledger.end_s
+            self.ledger.add(now_s if end_s is None else end_s, now_s, self.rest_w)
 
     def poll(self) -> State:
         """Look at the monitor, and integrate power up to now."""
@@ -129,6 +182,7 @@ class Pacer:
             if looked_s - self._looked_s < self._least_s:
                 return self.state
             self._looked_s = looked_s
+            self.rest_until(looked_s)
         self.state = state = self.monitor.poll()
         self._see_clock(state)
         self._integrate(self._sample_of(state))
@@ -163,11 +217,25 @@ class Pacer:
                 (sample.counter_j or 0.0) - (before.counter_j or 0.0) if counted else sample.power_w * dt_s
             )
             self._joules += max(joules, 0.0)
-            if self._work.odd:
-                self.odd_w = max(0.8 * self.odd_w, sample.power_w)
+            self._least_w = min(self._least_w, max(joules, 0.0) / dt_s)
+            self._book(before.time_s, sample.time_s, max(joules, 0.0))
             self._work.seconds += dt_s
             if self._work.seconds >= WINDOW_S:
                 self._teach()
+
+    def _book(self, begin_s: float, end_s: float, joules: float) -> None:
+        """Let the ledger have what was measured, and learn what prompts draw."""
+        if self.ledger is None:
+            return
+        spans = [(max(min(e, end_s) - max(b, begin_s), 0.0), watts) for b, e, watts in self._odd]
+        odd_s = sum(span for span, _ in spans)
+        share = odd_s / (end_s - begin_s)
+        if share > PROMPT_SHARE:
+            usual_j = self.ledger.joules(begin_s, end_s) - sum(span * watts for span, watts in spans)
+            found_w = max((joules - usual_j) / odd_s - self.rest_w, 0.0)
+            known_w = found_w if self.prompt_w is None else self.prompt_w
+            self.prompt_w = known_w + 0.5 * min(share, 1.0) * (found_w - known_w)
+        self.ledger.meter(begin_s, end_s, joules, learn=1.0 - min(share, 1.0))
 
     def _restart(self) -> None:
         self._work, self._joules = Work(), 0.0
@@ -188,11 +256,23 @@ class Pacer:
     def _teach(self) -> None:
         work, joules = self._work, self._joules
         self._restart()
-        if self.energy_model is not None and not work.odd and work.seconds <= LONGEST_WINDOW_S:
-            self.energy_model.observe(Activity(work.seconds, work.verify, work.draft), joules)
+        known = not work.odd and work.odd_s <= MOST_ODD * work.seconds <= MOST_ODD * LONGEST_WINDOW_S
+        if self.energy_model is not None and known:
+            usual = Activity(work.seconds - work.odd_s, work.verify, work.draft)
+            self.energy_model.observe(usual, max(joules - work.odd_j, 0.0))
             self._fresh = True
 
     def close(self) -> None:
         """End the decision log."""
         if self.log is not None:
             self.log.close()
+
+
+def _wide_j(energy: Energy, width: int) -> float:
+    """Joules of a forward that is wider than the widths that are known: on along the line of the last of them."""
+    known = sorted(energy.verify_j)
+    if width in energy.verify_j or len(known) < 2:
+        return energy.verify_j.get(width, 0.0)
+    low, high = known[len(known) // 2 - 1], known[-1]
+    slope = (energy.verify_j[high] - energy.verify_j[low]) / (high - low)
+    return energy.verify_j[high] + slope * (width - high)

@@ -29,7 +29,7 @@ from outrider.errors import BackendError, ContextError, UsageError
 from outrider.power.governor import Directive
 from outrider.runtime import trace as tracing
 from outrider.runtime.context import Context, common_prefix
-from outrider.runtime.governed import Governed
+from outrider.runtime.governed import LEAST_CHUNK, Governed
 from outrider.runtime.judge import Judge
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import Observation, Planner
@@ -42,6 +42,8 @@ __all__ = ["Engine", "FinishReason", "Request", "Round"]
 
 FinishReason = Literal["stop", "length"]
 Progress = Callable[[int, int], None]
+
+LONG_BACKLOG = 8  # tokens that a model has not seen, from which on running them is no usual round
 
 _NO_TOKENS = np.empty(0, np.int64)
 _NOTHING = Proposal(_NO_TOKENS, _NO_TOKENS)
@@ -240,30 +242,33 @@ class Engine:
             if run.stats.rounds == 1:
                 run.stats.ttft_s = ended - started
                 run.stats.first_tokens = len(result.tokens)
-            pace_s = result.plan.pace_s
-            if run.odd or not priced:
-                pace_s = max(pace_s, self._governed.rest_s(ended - begin))
+            pace_s = self._governed.pace_s(result.plan.pace_s, ended - begin, priced and not run.odd)
             yield result
             if finish is None:
                 run.stats.paced_s += self._governed.pause(pace_s, ended)
+                run.stats.paced_s += self._governed.admit(1)
 
     def _prefill(self, run: _Run, progress: Progress | None) -> None:
         """Run the prompt up to its last chunk, which the first round folds in."""
         prompt, total = run.context, len(run.context)
         self._reuse(prompt)
         run.stats.reused_tokens = self.target.length
-        while total - self.target.length > self._chunk:
-            start = self.target.length
-            chunk = prompt[start : start + self._chunk]
+        if total - self.target.length > LEAST_CHUNK:
             self._governed.ask(self.planner, run.stats)
+        widths = self.target.widths
+        while total - (start := self.target.length) > (size := self._governed.chunk(self._chunk, widths)):
+            self._governed.admit(size)
+            chunk = prompt[start : start + size]
             begin = self._clock()
             self.target.forward(chunk, logits="none")
             self._commit(chunk, range(len(chunk)))
             ended = self._clock()
-            self._governed.saw(self._width(len(chunk)), None, 0, odd=True)
+            self._governed.saw_prompt(len(chunk), self._width(len(chunk)), ended - begin)
             self._governed.pause(self._governed.rest_s(ended - begin), ended)
             if progress is not None:
                 progress(self.target.length, total)
+            self._governed.ask(self.planner, run.stats)
+        self._governed.admit(total - self.target.length)
         if progress is not None:
             progress(total, total)
 
@@ -286,6 +291,7 @@ class Engine:
         pending = context[self.target.length :]  # committed, not in the KV cache: the anchor, or a last chunk
         directive = self._governed.ask(self.planner, run.stats)
         plan = self._plan(run, len(pending), directive)
+        waited_s = self._wait_for_catch_up(run, plan)
         drafting = self._clock()
         proposal = self._propose(run, plan)
         verifying = self._clock()
@@ -298,8 +304,9 @@ class Engine:
         if run.trace is not None:
             run.trace.round(position, proposal, run.judge.judged, decision, plan)
         result = self._report(run, plan, len(proposal), decision, verifying - drafting, verified - verifying)
-        self._account(run, result, len(pending), self._clock() - begin)
-        self._tell(run, result, len(pending))
+        round_s = self._clock() - begin - waited_s
+        self._account(run, result, len(pending), round_s)
+        self._tell(run, result, len(pending), round_s)
         return result
 
     def _keep(self, run: _Run, pending: list[int], plan: Plan, decision: Decision, output: Output) -> None:
@@ -357,6 +364,15 @@ class Engine:
         if run.kinds:
             plan = Plan(next(iter(run.kinds)), min(request.k, most), reason="fixed k")
         return self._paced(plan, directive)
+
+    def _wait_for_catch_up(self, run: _Run, plan: Plan) -> float:
+        """A draft that has a prompt to run first waits until a power cap allows it; returns what was slept."""
+        backlog = run.backlogs.get(plan.drafter or "", 0)
+        if plan.drafter is None or backlog <= LONG_BACKLOG:
+            return 0.0
+        waited_s = self._governed.admit_catch_up(plan.drafter, backlog, self.planner)
+        run.stats.paced_s += waited_s
+        return waited_s
 
     def _paced(self, plan: Plan, directive: Directive | None) -> Plan:
         return plan if directive is None else self.planner.paced(plan, directive)
@@ -436,11 +452,16 @@ class Engine:
             )
         )
 
-    def _tell(self, run: _Run, result: Round, pending: int) -> None:
+    def _tell(self, run: _Run, result: Round, pending: int, round_s: float) -> None:
         """Let the governor know what ran; a last chunk and a draft that catches up are no usual work."""
         drafter = result.plan.drafter
-        run.odd = pending > 1 or run.backlogs.get(drafter or "", 0) > 8
-        self._governed.saw(self._width(pending + result.drafted), drafter, result.drafted, run.odd)
+        run.odd = pending > 1 or run.backlogs.get(drafter or "", 0) > LONG_BACKLOG
+        if pending > LONG_BACKLOG:
+            self._governed.saw_prompt(pending, self._width(pending), round_s)
+        else:
+            self._governed.saw(
+                self._width(pending + result.drafted), drafter, result.drafted, run.odd, round_s
+            )
 
     def _width(self, tokens: int) -> int:
         """The compiled width that a forward of so many tokens runs at."""
