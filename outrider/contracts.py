@@ -220,15 +220,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class Energy:
-    """Joules of a round beside its time: `static_w` is drawn while the device is awake, whatever runs.
+    """Joules of a round beside its time: `static_w` is drawn while the device works, whatever runs.
 
     `verify_j` (a verify forward, by width) and `draft_j` (a draft step, by drafter) come on top of it. A
-    round of T seconds thus takes static_w * T + verify_j[k + 1] + k * draft_j.
+    round of T seconds thus takes static_w * T + verify_j[k + 1] + k * draft_j. `idle_w` is drawn in a pause
+    (None: as much as `static_w`).
     """
 
     static_w: float
     verify_j: Mapping[int, float]
     draft_j: Mapping[str, float] = field(default_factory=dict)
+    idle_w: float | None = None
+
+    @property
+    def pause_w(self) -> float:
+        """Watts while nothing runs."""
+        return self.static_w if self.idle_w is None else self.idle_w
 
 
 @dataclass(frozen=True)

@@ -202,3 +202,25 @@ def test_stage_estimates_are_what_the_costs_say():
         "other": Activity(0.5),
     }
     assert stage_estimates(energy, work) == pytest.approx({"draft": 3.2, "verify": 6.4, "other": 1.0})
+
+
+def test_pauses_are_charged_at_the_power_of_rest_and_not_to_the_work():
+    prior = Energy(2.0, {1: 0.5, 2: 0.6}, {}, idle_w=0.8)
+    model = EnergyModel(prior)
+    for _ in range(200):
+        model.observe(Activity(2.0, {1: 4}, {}, paused_s=1.0), 2.0 * 1.0 + 4 * 0.5 + 0.8 * 1.0)
+    found = model.energy([1, 2])
+    assert found is not None
+    assert found.static_w == pytest.approx(2.0, rel=0.02)
+    assert found.verify_j[1] == pytest.approx(0.5, rel=0.02)
+    assert found.idle_w == 0.8
+
+
+def test_rest_teaches_what_rest_draws():
+    model = EnergyModel(Energy(2.0, {1: 0.5}, {}, idle_w=0.8))
+    for _ in range(100):
+        model.observe(Activity(1.0, paused_s=1.0), 1.1)
+    found = model.energy([1])
+    assert found is not None
+    assert found.idle_w == pytest.approx(1.1, rel=0.01)
+    assert found.static_w == 2.0

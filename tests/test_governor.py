@@ -16,7 +16,8 @@ from outrider.power.governor import Directive, Governor, Level, Policy
 from outrider.power.state import State
 from outrider.power.tuning import Tuning
 from outrider.targets.device import load_device
-from outrider.targets.simulated import Machine, ModelCost, perturbed
+from outrider.targets.model_cost import ModelCost
+from outrider.targets.simulated import Machine, perturbed
 
 TUNING = Tuning()
 TIMES = Costs({1: 0.1, 4: 0.15}, {"model": 0.02})
@@ -176,10 +177,20 @@ def test_the_reference_is_what_the_last_cool_round_cost():
     assert governor.decide(State(2.0, die_c=at(0.9)), slower).reference == TIMES
 
 
-def test_a_hot_start_takes_its_first_costs_as_reference():
+def test_what_was_first_measured_under_heat_joins_the_reference_as_the_cool_machine_would_have_it():
     governor = Governor(Policy(temp_limit_c=80.0))
+    governor.decide(State(0.0, die_c=30.0), Costs({1: 0.1}))
+    hot = Costs({1: 0.2, 4: 0.3}, {"model": 0.04})
+    reference = governor.decide(State(1.0, die_c=at(0.9)), hot).reference
+    assert reference == Costs({1: 0.1, 4: 0.15}, {"model": 0.02})
+
+
+def test_a_machine_that_never_was_cool_is_judged_by_its_costs_of_now():
+    governor = Governor(Policy(temp_limit_c=80.0))
+    slower = replace(TIMES, verify_s={1: 0.3, 4: 0.31})
     assert governor.decide(State(0.0, die_c=78.0), Costs({})).reference is None
     assert governor.decide(State(1.0, die_c=78.0), TIMES).reference == TIMES
+    assert governor.decide(State(2.0, die_c=78.0), slower).reference == slower
 
 
 def test_objectives_and_power_by_level_with_energy_figures():
@@ -188,7 +199,7 @@ def test_objectives_and_power_by_level_with_energy_figures():
     settled = run(governor, states(temps, power_w=5.0), JOULES)[29::30]
     nominal, warm, hot, critical = settled
     kinds = [directive.objective.kind for directive in (nominal, warm, hot, critical)]
-    assert kinds == ["latency", "latency", "energy", "energy"]
+    assert kinds == ["latency", "latency", "latency", "energy"]
     assert warm.power_w > hot.power_w > critical.power_w
     assert warm.power_w <= TUNING.boost * 5.0
     assert critical.power_w < 5.0

@@ -400,7 +400,7 @@ def test_a_power_cap_is_held_by_shorter_drafts_and_a_pause():
 
 
 def test_a_cap_below_what_the_device_draws_anyway_is_paced_but_never_for_ever():
-    assert plan_of("latency", 0.85, power_w=1.0).pace_s == pytest.approx(2.0)
+    assert plan_of("latency", 0.85, power_w=1.0).pace_s == pytest.approx(5.0)
 
 
 def test_without_energy_every_objective_is_latency_and_a_power_cap_is_left_to_the_duty():
@@ -409,6 +409,16 @@ def test_without_energy_every_objective_is_latency_and_a_power_cap_is_left_to_th
     assert all(plan == first for plan in others)
     assert first.pace_s == 0.0
     assert choose(costs, likely, SPEED, Limits(8, duty=0.5)).pace_s > 0.0
+
+
+def test_a_pause_draws_what_the_device_draws_at_rest():
+    resting = replace(ENERGY, idle_w=0.5)
+    costs, likely = Costs(PI, {"d": 0.012}, energy=resting), Acceptance({"d": (0.85,)})
+    plan = choose(costs, likely, SPEED, Limits(8, power_w=1.2))
+    work_s = PI[1] + plan.k * 0.012
+    joules = 1.5 * work_s + verify_time(ENERGY.verify_j, plan.k + 1) + plan.k * 0.05
+    assert plan.k > 0
+    assert (joules + 0.5 * plan.pace_s) / (work_s + plan.pace_s) == pytest.approx(1.2)
 
 
 KINDS = ("latency", "energy", "balanced")

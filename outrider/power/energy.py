@@ -26,16 +26,18 @@ _OUTLIER = 2.0  # standard deviations from which on an interval counts less (Hub
 _FEW = 8  # intervals with work that are needed where there is no prior
 _KNOWN = 0.5  # of a plain forward: how well each cost must be known where there is no prior
 _STREAK = 10  # so many intervals beyond the outlier bound on one side: the device changed
+_IDLE_STEP = 0.1  # how far an interval at rest moves what a pause is believed to draw
 _SLOPE = 0.1  # e1 as a share of a plain forward, where a prior knows one width only
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What ran in an interval: its seconds, verify forwards by width, draft steps by drafter."""
+    """What ran in an interval: its seconds (of which `paused_s` at rest), forwards by width, steps by drafter."""
 
     seconds: float
     verify: Mapping[int, int] = field(default_factory=dict)
     draft: Mapping[str, int] = field(default_factory=dict)
+    paused_s: float = 0.0
 
     @property
     def idle(self) -> bool:
@@ -86,6 +88,7 @@ class EnergyModel:
         self._prior = None if prior is None else _affine(prior, self.drafters)
         self._shape = {} if prior is None else _shape(prior, self._prior or [])
         self._pull = [] if self._prior is None else _pulls(self._prior, uncertainty)
+        self._idle_w = None if prior is None else prior.idle_w
         self._early: list[tuple[list[float], float]] = []
         self._sums = [0.0] * n
         self._joules = 0.0
@@ -107,6 +110,12 @@ class EnergyModel:
             return
         row = self._row(activity)
         measured = max(joules - sum(n * self._extra(w) for w, n in activity.verify.items()), 0.0)
+        if self._idle_w is not None:
+            if activity.idle and activity.paused_s >= activity.seconds:
+                self._idle_w += _IDLE_STEP * (joules / activity.seconds - self._idle_w)
+                return
+            row[0] = max(activity.seconds - activity.paused_s, 0.0)
+            measured = max(measured - self._idle_w * activity.paused_s, 0.0)
         if self._prior is None and self._used < _FEW:
             self._wait(row, measured, activity.idle)
             return
@@ -131,7 +140,7 @@ class EnergyModel:
             for i, name in enumerate(self.drafters)
             if self._prior is not None or self._sums[3 + i] > 0.0
         }
-        return Energy(z[0], verify_j, draft_j)
+        return Energy(z[0], verify_j, draft_j, self._idle_w)
 
     def clock_changed(self) -> None:
         """Clocks (or the unit) changed: what was measured before counts a twentieth."""

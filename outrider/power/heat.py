@@ -87,7 +87,7 @@ class Watch:
         trusted: bool = False,
     ) -> None:
         self.limit_c, self.assumed = limit_c, assumed
-        self.target_c = limit_c - tuning.target_margin_c
+        self.target_c = limit_c - gains.margin_c
         self.temp_c: float | None = None
         self.duty = 1.0
         self.budget_w: float | None = None

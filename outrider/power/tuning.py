@@ -23,6 +23,7 @@ class Gains:
     lead_s: float
     per_c: float
     integral_s: float
+    margin_c: float
     start_duty: float = 0.5
     band_c: float = 3.0
     horizon_s: float = 10.0
@@ -38,7 +39,7 @@ class Tuning:
     `hysteresis_headroom`) below for `dwell_s`, and only while at most `most_changes` changes lie in the last
     `changes_window_s`, so that a noisy plateau cannot make more than two changes more than that. Phones release at
     1.9 °C, a Raspberry Pi's fan at 5 °C. Critical ends `critical_hysteresis_c` (`critical_hysteresis_headroom`)
-    below: regulators hold `target_margin_c` below a limit, so that two degrees would never come.
+    below: regulators hold a temperature close below its limit, so that two degrees would never come.
 
     A throttle share above 0 is warm, from `throttle_hot` hot. A clock below `clock_warm` of the best seen is
     warm, below `clock_hot` hot unless the silicon is cool (h below `clock_cool`), once it lasts `clock_hold_s`:
@@ -47,8 +48,7 @@ class Tuning:
 
     `trip_margin_c` is kept from a device's limit (a profile's limit is to be kept, no trip point). Where neither
     user nor device names a limit, `assumed_die_limit_c` and `assumed_skin_limit_c` stand in; a guess never
-    raises the level above warm. `target_margin_c` is kept from a limit, so that noise and overshoot do not
-    cross it.
+    raises the level above warm.
 
     Without a thermal model the power budget falls from `boost` times the sustained power at `warm_at` to the
     sustained power at h = 1, as the kernel's power allocator does; above the target it falls by `per_c` of it
@@ -88,14 +88,15 @@ class Tuning:
     trip_margin_c: float = 0.0
     assumed_die_limit_c: float = 85.0
     assumed_skin_limit_c: float = 45.0
-    target_margin_c: float = 1.0
     boost: float = 3.0
-    die: Gains = field(default_factory=lambda: Gains(lead_s=2.0, per_c=0.15, integral_s=15.0))
+    die: Gains = field(default_factory=lambda: Gains(lead_s=2.0, per_c=0.15, integral_s=15.0, margin_c=0.7))
     skin: Gains = field(
-        default_factory=lambda: Gains(lead_s=20.0, per_c=0.5, integral_s=120.0, band_c=1.0, horizon_s=60.0)
+        default_factory=lambda: Gains(
+            lead_s=10.0, per_c=0.5, integral_s=120.0, margin_c=0.15, band_c=1.0, horizon_s=20.0
+        )
     )
     model_period_s: float = 1.0
-    saving_level: int = 2
+    saving_level: int = 3
     hot_share: float = 0.5
     critical_k: int = 1
     least_duty: float = 0.05

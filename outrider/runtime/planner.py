@@ -27,7 +27,7 @@ from outrider.runtime.evidence import PRIOR_ACCEPTANCE, Account, Evidence, Stint
 
 __all__ = ["Acceptance", "Directive", "Observation", "Planner", "choose", "expected_tokens", "pace"]
 
-LONGEST_PACE_S = 2.0  # a pause after a round; what would need more cannot be held by pacing
+LONGEST_PACE_S = 5.0  # a pause after a round; what would need more cannot be held by pacing
 
 
 @dataclass(frozen=True)
@@ -94,32 +94,35 @@ class _Prices:
             return seconds, 0.0
         return seconds, self.joules[drafted] + steps * energy.draft_j.get(name, 0.0)
 
-    def paced_s(self, work_s: float, dynamic_j: float) -> float:
-        """Seconds that a round must last to keep within the limits on power and work."""
+    def pause_s(self, work_s: float, dynamic_j: float) -> float:
+        """Seconds to rest after a round, to keep within the limits on power and work."""
         limits, energy = self.limits, self.costs.energy
-        round_s = work_s / limits.duty
+        pause_s = work_s / limits.duty - work_s
         if energy and limits.power_w is not None:
-            spare_w = limits.power_w - energy.static_w
-            round_s = max(round_s, dynamic_j / spare_w if spare_w > 0.0 else inf)
-        return min(round_s, work_s + LONGEST_PACE_S)
+            excess_j = (energy.static_w - limits.power_w) * work_s + dynamic_j
+            spare_w = limits.power_w - energy.pause_w
+            if excess_j > 0.0:
+                pause_s = max(pause_s, excess_j / spare_w if spare_w > 0.0 else inf)
+        return min(pause_s, LONGEST_PACE_S)
 
     def round(self, drafter: str | None, k: int, tokens: float, work_s: float, dynamic_j: float) -> _Round:
         """A round that is expected to commit so many tokens for so much work."""
-        round_s = self.paced_s(work_s, dynamic_j)
+        energy, pause_s = self.costs.energy, self.pause_s(work_s, dynamic_j)
         catch_up_s, catch_up_j = self._catch_up(drafter) if drafter else (0.0, 0.0)
-        token_s = round_s / tokens + catch_up_s
-        static_w = self.costs.energy.static_w if self.costs.energy else 0.0
-        token_j = dynamic_j / tokens + catch_up_j + static_w * token_s
+        token_s = (work_s + pause_s) / tokens + catch_up_s
+        token_j = dynamic_j / tokens + catch_up_j
+        if energy:
+            token_j += (energy.static_w * work_s + energy.pause_w * pause_s) / tokens
         cost = {"latency": token_s, "energy": token_j, "balanced": token_s * token_j}[self.kind]
-        return _Round(cost, drafter, k, round_s - work_s)
+        return _Round(cost, drafter, k, pause_s)
 
     def _catch_up(self, drafter: str) -> tuple[float, float]:
-        """Seconds and dynamic joules a token, of what the drafter must run before its first one."""
+        """Seconds and joules a token, of what the drafter must run before its first one."""
         seconds = self.limits.catch_up_s.get(drafter, 0.0) / max(self.limits.horizon, 1)
         energy, step_s = self.costs.energy, self.step_s(drafter)
         if energy is None or step_s <= 0.0:
             return seconds, 0.0
-        return seconds, seconds * energy.draft_j.get(drafter, 0.0) / step_s
+        return seconds, seconds * (energy.static_w + energy.draft_j.get(drafter, 0.0) / step_s)
 
     def step_s(self, drafter: str) -> float:
         """Seconds of a draft step."""
@@ -184,8 +187,7 @@ def pace(plan: Plan, costs: Costs, limits: Limits) -> Plan:
     if not costs.verify_s or (limits.power_w is None and limits.duty >= 1.0):
         return plan
     prices = _Prices(costs, Objective(), limits, plan.k)
-    work_s, dynamic_j = prices.fixed(plan.drafter, plan.k)
-    return replace(plan, pace_s=prices.paced_s(work_s, dynamic_j) - work_s)
+    return replace(plan, pace_s=prices.pause_s(*prices.fixed(plan.drafter, plan.k)))
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,8 @@ from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import Planner
 from outrider.runtime.rounds import Engine
 from outrider.targets.device import Device
-from outrider.targets.physics import dynamic_power, roofline_time
-from outrider.targets.simulated import (
-    DRAFT_COST,
-    TARGET_COST,
-    HeldGraph,
-    Machine,
-    ModelCost,
-    SimulatedGraph,
-    model_cost,
-)
+from outrider.targets.model_cost import DRAFT_COST, TARGET_COST, ModelCost, model_cost, nominal_energy
+from outrider.targets.simulated import HeldGraph, Machine, SimulatedGraph
 from outrider.targets.trace_model import Stage, TraceDrafter, TraceTarget, TraceText
 from outrider.targets.trace_model import cycle as cycle_texts
 
@@ -52,12 +44,10 @@ __all__ = [
     "bundle_rig",
     "fitting_prompts",
     "host_rig",
-    "nominal_energy",
     "trace_rig",
 ]
 
 DEFAULT_PREFILL = 512  # tokens of the prompt in one forward
-_WIDTHS = range(1, 17)  # of verify forwards that a prior is given for
 
 
 class FreeGovernor(Governor):
@@ -300,29 +290,3 @@ def _texts(stage: Stage, texts: Sequence[TraceText]) -> Texts:
         return Text(stage.begin(text), text.tokens)
 
     return begin
-
-
-def nominal_energy(
-    device: Device,
-    target: ModelCost,
-    drafts: Mapping[str, ModelCost | None],
-    unit: str | None = None,
-    draft_unit: str | None = None,
-    length: int = 256,
-) -> Energy:
-    """Joules of rounds as the device's profile has them, at the full clock behind `length` tokens.
-
-    A prior: the specimen at hand differs. A draft without a cost takes nothing.
-    """
-
-    def joules(cost: ModelCost, width: int, on: str | None) -> float:
-        work, rates = cost.work(width, length), device.rates(on)
-        seconds = roofline_time(work, rates, 1.0, 1.0, 1.0)
-        return float(seconds * dynamic_power(work, seconds, rates, 1.0))
-
-    return Energy(
-        float(device.static_w),
-        {width: joules(target, width, unit) for width in _WIDTHS},
-        {name: 0.0 if cost is None else joules(cost, 1, draft_unit) for name, cost in drafts.items()},
-        float(device.idle_w),
-    )
