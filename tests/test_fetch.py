@@ -440,3 +440,17 @@ def test_an_unreachable_hub_is_given_up_on_without_retries(tmp_path: Path) -> No
 def test_offline_mode_is_honoured(hub: str, tmp_path: Path) -> None:
     said, _ = in_new_process(OPEN, "some/llama", tmp_path, hub, HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE is set" in said
+
+
+@pytest.mark.parametrize(
+    "client", ["requests.exceptions", "urllib3.exceptions", "httpx", "httpx2._exceptions"]
+)
+def test_an_error_of_any_http_client_means_that_the_hub_is_away(client: str) -> None:
+    from outrider.export.hub import _as_unavailable
+
+    error = type("ConnectError", (Exception,), {"__module__": client})
+    with pytest.raises(HubUnavailable, match="cannot get some/model"), _as_unavailable("some/model"):
+        raise error("no route to it")
+    stranger = type("Strange", (Exception,), {"__module__": "elsewhere"})
+    with pytest.raises(stranger), _as_unavailable("some/model"):
+        raise stranger

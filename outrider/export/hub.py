@@ -125,8 +125,11 @@ def _as_unavailable(repo: str) -> Iterator[None]:
         ) from None
     except (OSError, ValueError, RuntimeError) as error:
         raise HubUnavailable(f"cannot get {repo} from the hub ({_reason(error)})") from None
-    except Exception as error:  # huggingface_hub 1.x raises its HTTP client's own errors
-        if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore", "requests", "urllib3"):
+    except (
+        Exception
+    ) as error:  # huggingface_hub raises its HTTP client's own: httpx's from 1.x on, httpx2's from 2.x
+        client = type(error).__module__.partition(".")[0].rstrip("0123456789")
+        if client not in ("httpx", "httpcore", "requests", "urllib"):
             raise
         raise HubUnavailable(f"cannot get {repo} from the hub ({_reason(error)})") from None
 
