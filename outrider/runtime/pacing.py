@@ -61,6 +61,7 @@ class Work:
     seconds: float = 0.0
     verify: dict[int, int] = field(default_factory=dict)
     draft: dict[str, int] = field(default_factory=dict)
+    busy_s: float = 0.0  # in which that ran; the rest of the window was a pause
     odd: bool = False
     odd_s: float = 0.0  # of odd work whose joules are estimated,
     odd_j: float = 0.0  # so that what is left of the window can be learned from
@@ -133,6 +134,7 @@ class Pacer:
         """
         if not odd:
             self._work.add(width, drafter, steps)
+            self._work.busy_s += seconds
         if self.ledger is not None and self._clock is not None and seconds > 0.0:
             now_s = self._clock()
             self.rest_until(now_s - seconds)
@@ -166,7 +168,7 @@ class Pacer:
     def rest_w(self) -> float:
         """Estimated watts while nothing runs: what energy figures say, else the least that was seen."""
         if self._energy is not None:
-            return self._energy.static_w
+            return self._energy.pause_w
         return self._least_w if self._least_w < float("inf") else 0.0
 
     def rest_until(self, now_s: float) -> None:
@@ -258,7 +260,9 @@ class Pacer:
         self._restart()
         known = not work.odd and work.odd_s <= MOST_ODD * work.seconds <= MOST_ODD * LONGEST_WINDOW_S
         if self.energy_model is not None and known:
-            usual = Activity(work.seconds - work.odd_s, work.verify, work.draft)
+            usual_s = work.seconds - work.odd_s
+            paused_s = max(usual_s - work.busy_s, 0.0) if self.ledger is not None else 0.0
+            usual = Activity(usual_s, work.verify, work.draft, paused_s)
             self.energy_model.observe(usual, max(joules - work.odd_j, 0.0))
             self._fresh = True
 

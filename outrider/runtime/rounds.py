@@ -459,9 +459,8 @@ class Engine:
         if pending > LONG_BACKLOG:
             self._governed.saw_prompt(pending, self._width(pending), round_s)
         else:
-            self._governed.saw(
-                self._width(pending + result.drafted), drafter, result.drafted, run.odd, round_s
-            )
+            steps = min(result.plan.k, result.drafted + 1)  # a draft that stops short has run one for nothing
+            self._governed.saw(self._width(pending + result.drafted), drafter, steps, run.odd, round_s)
 
     def _width(self, tokens: int) -> int:
         """The compiled width that a forward of so many tokens runs at."""
