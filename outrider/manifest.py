@@ -96,7 +96,9 @@ class GraphEntry:
 
     `widths` None means any width. `functions` names the entry point per width for backends that compile
     one each. `via` and `executed_artifact` say how it was proven (`via` None = never executed).
-    `preference` orders the graphs of a role, lowest first.
+    `preference` orders the graphs of a role, lowest first. A forward reads all bytes of the files but
+    `gathered_bytes` (of an embedding that no head shares: some rows of it), and multiplies every token with
+    `weights` numbers; 0 and None where the export did not say.
     """
 
     backend: str
@@ -117,11 +119,15 @@ class GraphEntry:
     target_sha256: str | None = None  # of the target graph that this draft was made for
     via: Via | None = None
     executed_artifact: bool = False
+    gathered_bytes: int = 0
+    weights: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # for the backend, such as session options
 
     def __post_init__(self) -> None:
         """Refuse a graph that nothing could run."""
         _at_least(1, max_context=self.max_context, vocab_size=self.vocab_size)
+        _at_least(0, gathered_bytes=self.gathered_bytes)
+        _at_least(1, weights=1 if self.weights is None else self.weights)
         if not self.files:
             raise BundleError("files is empty; a graph has at least one file")
         if self.widths is not None and (not self.widths or min(self.widths) < 1):

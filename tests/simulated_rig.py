@@ -7,13 +7,9 @@ from collections.abc import Iterable
 
 from outrider.runtime.rounds import Engine, Request
 from outrider.targets.device import load_device
+from outrider.targets.model_cost import DRAFT_COST, TARGET_COST
 from outrider.targets.physics import Work
-from outrider.targets.simulated import (
-    DRAFT_COST,
-    TARGET_COST,
-    Machine,
-    SimulatedGraph,
-)
+from outrider.targets.simulated import Machine, SimulatedGraph
 from outrider.targets.trace_model import (
     Stage,
     TraceDrafter,

@@ -27,8 +27,9 @@ from outrider.targets.device import (
 )
 from outrider.targets.device_toml import device_toml, write_device
 from outrider.targets.fake import FakeGraph, random_logits
+from outrider.targets.model_cost import DRAFT_COST, TARGET_COST
 from outrider.targets.physics import roofline_time
-from outrider.targets.simulated import DRAFT_COST, TARGET_COST, Machine, SimulatedGraph, perturbed
+from outrider.targets.simulated import Machine, SimulatedGraph, perturbed
 
 PLAN = Plan(rest_s=20.0, seconds=12.0, rounds=2)
 

@@ -149,6 +149,7 @@ def test_an_8_bit_tied_head_and_embedding_share_one_set_of_bytes(tmp_path: Path)
     assert head.input[2] == lookup.input[2]
     by_slot = {slot.slot: slot for slot in report.slots}
     assert by_slot["head"].bytes_after == 0
+    assert report.gathered_bytes == 0, "the head streams them"
     assert "shares" in by_slot["head"].reason
 
 
@@ -175,6 +176,9 @@ def test_the_report_accounts_for_every_slot_and_the_checker_passes(tmp_path: Pat
         assert 0 < slot.relative_error < 0.2
         assert not slot.carried
     assert sum(slot.bytes_after for slot in report.slots) <= report.data_path.stat().st_size
+    sizes = {slot.slot: slot.shape[0] * slot.shape[1] for slot in report.slots}
+    assert 0 < report.gathered_bytes < report.data_path.stat().st_size
+    assert report.weights == sum(sizes.values()) - sizes["embedding"]
 
 
 def test_a_decode_step_takes_few_nodes(tmp_path: Path) -> None:

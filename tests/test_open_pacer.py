@@ -18,6 +18,7 @@ from outrider.power.monitor import Monitor
 from outrider.power.telemetry import TelemetryWriter
 from outrider.runtime.decision_log import replay_decisions
 from outrider.runtime.open_pacer import Governing, footprint_mb, open_pacer
+from outrider.targets.device import load_device
 from outrider.targets.fake import VirtualClock
 
 
@@ -183,8 +184,8 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path, stack, machine):
         open_pacer(Governing(log=tmp_path / "absent" / "log.jsonl"), stack)
 
 
-def test_the_footprint_is_files_and_cache():
-    graph = GraphEntry(
+def graph_of(**changes):
+    return GraphEntry(
         backend="onnxruntime",
         unit="cpu",
         profile="inplace",
@@ -194,6 +195,35 @@ def test_the_footprint_is_files_and_cache():
         kv=KvEntry("float32", "BHSD", 2, 4, 8),
         max_context=1000,
         vocab_size=10,
-        recipe="none",
+        recipe="int4",
+        **changes,
     )
-    assert footprint_mb(graph) == pytest.approx(4.0 + 2 * 2 * 4 * 8 * 1000 * 4 / 1e6)
+
+
+def test_a_device_s_profile_says_what_rounds_should_draw_before_any_was_measured(machine, stack):
+    machine(live("temperature", 40.0))
+    pacer = open_pacer(
+        Governing(device="raspberry-pi-5"),
+        stack,
+        ("lookup", "model"),
+        {"target": graph_of(), "draft": graph_of(gathered_bytes=2_000_000)},
+    )
+    energy = pacer.energy({1: 0.1})
+    assert energy.static_w == pytest.approx(float(load_device("raspberry-pi-5").static_w))
+    assert energy.draft_j["lookup"] == 0.0
+    assert 0.0 < energy.draft_j["model"] < energy.verify_j[1] < energy.verify_j[8]
+    assert pacer.governor.draft_mb == pytest.approx(footprint_mb(graph_of()))
+
+
+def test_no_energy_is_assumed_without_a_profile_or_for_weights_of_unknown_size(machine, stack, caplog):
+    machine(live("temperature", 40.0))
+    pacer = open_pacer(Governing(), stack, ("lookup",), {"target": graph_of()})
+    assert pacer.energy({1: 0.1}) is None
+    strange = {"target": replace(graph_of(), recipe="ternary")}
+    pacer = open_pacer(Governing(device="raspberry-pi-5"), stack, ("lookup",), strange)
+    assert pacer.energy({1: 0.1}) is None
+    assert "ternary" in caplog.text
+
+
+def test_the_footprint_is_files_and_cache():
+    assert footprint_mb(graph_of()) == pytest.approx(4.0 + 2 * 2 * 4 * 8 * 1000 * 4 / 1e6)

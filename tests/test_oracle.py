@@ -16,8 +16,9 @@ from benchmarks.power.scenarios import DEVICES, courses, days, phone_twenty_minu
 from outrider.runtime.rounds import Engine, Request
 from outrider.runtime.simulate import profile_of
 from outrider.targets.device import Device, load_device
+from outrider.targets.model_cost import DRAFT_COST, TARGET_COST
 from outrider.targets.scenario import Event, Scenario
-from outrider.targets.simulated import DRAFT_COST, TARGET_COST, Machine, SimulatedGraph, perturbed
+from outrider.targets.simulated import Machine, SimulatedGraph, perturbed
 from outrider.targets.trace_model import Stage, TraceDrafter, TraceRun, TraceTarget, TraceText, cycle
 
 
@@ -119,6 +120,7 @@ def test_the_oracle_shares_no_code_with_planner_and_governor() -> None:
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert {name for name in modules if name and "outrider" in name} == {
         "outrider.targets.device",
+        "outrider.targets.model_cost",
         "outrider.targets.physics",
         "outrider.targets.scenario",
         "outrider.targets.simulated",

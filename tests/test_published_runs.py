@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 
 from outrider.targets.device import load_device
-from outrider.targets.simulated import Machine, ModelCost
+from outrider.targets.model_cost import ModelCost
+from outrider.targets.simulated import Machine
 
 LLAMA_1B_Q4 = ModelCost(0.80e9, 2.5e9, 32_768)
 LLAMA_3B_INT4 = ModelCost(1.80e9, 6.4e9, 114_688)

@@ -26,8 +26,9 @@ from outrider.runtime.simulate import (
     run_policy,
 )
 from outrider.targets.device import load_device
+from outrider.targets.model_cost import DRAFT_COST
 from outrider.targets.scenario import Event, Scenario
-from outrider.targets.simulated import DRAFT_COST, LOAD_MB_PER_S, Machine
+from outrider.targets.simulated import LOAD_MB_PER_S, Machine
 from outrider.targets.trace_model import TraceDrafter
 from tests.acceptance_texts import made_up_texts, write_texts
 

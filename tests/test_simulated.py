@@ -13,15 +13,10 @@ from outrider.manifest import FileEntry, GraphEntry, KvEntry
 from outrider.runtime.rounds import Engine, Request
 from outrider.targets.device import figures_of, load_device
 from outrider.targets.fake import FakeDrafter, FakeGraph, VirtualClock, random_logits
+from outrider.targets.model_cost import TARGET_COST, ModelCost, model_cost
 from outrider.targets.physics import Work, dynamic_power, roofline_time, stored_heat
 from outrider.targets.scenario import Event
-from outrider.targets.simulated import (
-    TARGET_COST,
-    ModelCost,
-    SimulatedGraph,
-    model_cost,
-    perturbed,
-)
+from outrider.targets.simulated import SimulatedGraph, perturbed
 from tests.simulated_rig import PHONE, PI, STEP, Rig, machine
 
 
@@ -217,6 +212,16 @@ def test_the_cost_of_a_graph_comes_from_its_manifest() -> None:
     assert cost.ops == pytest.approx(2 * 9_001_000 * 8 / 4.5)
     with pytest.raises(UsageError, match="recipe 'ternary'; known: int4"):
         model_cost(dataclasses.replace(entry, recipe="ternary"))
+
+
+def test_rows_of_an_embedding_take_memory_but_no_time() -> None:
+    files = {"t/graph.onnx": FileEntry("0" * 64, 1000), "t/graph.onnx.data": FileEntry("0" * 64, 9_000_000)}
+    kv = KvEntry("float32", "BHSD", 28, 2, 128)
+    entry = GraphEntry("onnxruntime", "cpu", "inplace", files, None, 512, kv, 2048, 100, "int4")
+    cost = model_cost(dataclasses.replace(entry, gathered_bytes=2_000_000, weights=11_000_000))
+    assert cost.weight_bytes == 7_001_000
+    assert cost.ops == 22_000_000
+    assert cost.resident_mb == pytest.approx(9.001)
 
 
 def test_a_hot_phone_slows_down() -> None:

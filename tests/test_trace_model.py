@@ -12,12 +12,8 @@ import pytest
 from outrider.contracts import Sampling
 from outrider.errors import ContextError, TraceError, UsageError
 from outrider.runtime.rounds import Request
+from outrider.targets.model_cost import DRAFT_COST, TARGET_COST, ModelCost
 from outrider.targets.physics import Work, roofline_time
-from outrider.targets.simulated import (
-    DRAFT_COST,
-    TARGET_COST,
-    ModelCost,
-)
 from outrider.targets.trace_model import (
     WRONG,
     Stage,

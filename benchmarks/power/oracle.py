@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from outrider.targets.device import load_device
+from outrider.targets.model_cost import DRAFT_COST, TARGET_COST, ModelCost
 from outrider.targets.physics import (
     Rates,
     Temperatures,
@@ -27,7 +28,7 @@ from outrider.targets.physics import (
     steady_state,
 )
 from outrider.targets.scenario import Scenario
-from outrider.targets.simulated import CHARGE_LOSS, DRAFT_COST, TARGET_COST, ModelCost, perturbed
+from outrider.targets.simulated import CHARGE_LOSS, perturbed
 from outrider.targets.trace_model import TraceText
 
 __all__ = ["Choice", "Costing", "Course", "OraclePlan", "OracleResult", "oracle", "plans"]

@@ -71,7 +71,7 @@ def command(
     from outrider.runtime.calibrate import Plan, measured_profile
     from outrider.targets.device import user_profile_path
     from outrider.targets.device_toml import write_device
-    from outrider.targets.simulated import model_cost
+    from outrider.targets.model_cost import model_cost
 
     if output is not None and output.suffix != ".toml":
         raise UsageError(f"the profile is TOML; name it {output.name}.toml instead of {output.name}")

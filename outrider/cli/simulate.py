@@ -99,7 +99,7 @@ def _texts(
     bundle: Path | None, options: dict[str, Any], bar: ProgressBar
 ) -> tuple[list[TraceText], dict[str, Any]]:
     """The texts to decode, and what the bundle's models cost."""
-    from outrider.targets.simulated import model_cost
+    from outrider.targets.model_cost import model_cost
     from outrider.targets.trace_model import read_acceptance
 
     acceptance, max_tokens = options.pop("acceptance"), options.pop("max_tokens")

@@ -297,6 +297,8 @@ def _export_role(
         vocab_size=config.vocab_size,
         recipe=recipe.name,
         hidden_layers=tuple(report.meta["hidden_layers"]),
+        gathered_bytes=report.gathered_bytes,
+        weights=report.weights,
         options={name: report.meta[name] for name in BACKEND_ONLY},
     )
     return entry, report

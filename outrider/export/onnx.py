@@ -54,6 +54,17 @@ class GraphReport:
         """The files that belong together."""
         return self.path, self.data_path
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of which a forward reads some rows only: of the embedding, where no head shares them."""
+        sizes = {slot.slot: slot.bytes_after for slot in self.slots}
+        return sizes["embedding"] if sizes["head"] else 0
+
+    @property
+    def weights(self) -> int:
+        """Numbers that every token is multiplied with."""
+        return sum(slot.shape[0] * slot.shape[1] for slot in self.slots if slot.slot != "embedding")
+
 
 def export_graph(
     config: ModelConfig,

@@ -20,7 +20,7 @@ from outrider.errors import OutriderError
 from outrider.power.meter import Measured, Meter
 from outrider.power.monitor import Monitor
 from outrider.targets.device import Device, Figure, Memory, Rate, Sense, Unit
-from outrider.targets.simulated import ModelCost
+from outrider.targets.model_cost import ModelCost
 
 __all__ = ["Calibration", "Plan", "calibrate", "measured_profile", "read_bandwidth"]
 

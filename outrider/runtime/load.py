@@ -145,10 +145,11 @@ def _assemble(
     context: int | None,
 ) -> Pipeline:
     """Open what a pipeline needs, and join it; whatever fails closes what was opened."""
-    sizes = _sizes(manifest, roles, governing.memory_limit_mb)
+    _leave_out_what_does_not_fit(manifest, roles, governing.memory_limit_mb)
     with ExitStack() as stack:
         drafting = ["lookup", *(["model"] if "draft" in roles else [])]
-        pacer = open_pacer(governing, stack, drafting, sizes["target"], sizes.get("draft", 0.0))
+        preferred = {role: manifest.roles[role].by_preference()[0] for role in roles}
+        pacer = open_pacer(governing, stack, drafting, preferred)
         tokenizer = open_tokenizer(directory, manifest)
         graphs: dict[str, Graph] = {}
         placement = []
@@ -253,11 +254,13 @@ def _context(manifest: Manifest, wanted: int | None) -> int | None:
     return wanted
 
 
-def _sizes(manifest: Manifest, roles: dict[str, RoleOptions], limit_mb: float | None) -> dict[str, float]:
-    """MB that each role takes, by its preferred graph; a draft that does not fit is taken out of `roles`."""
-    sizes = {role: footprint_mb(manifest.roles[role].by_preference()[0]) for role in roles}
+def _leave_out_what_does_not_fit(
+    manifest: Manifest, roles: dict[str, RoleOptions], limit_mb: float | None
+) -> None:
+    """Take a draft that exceeds the limit beside the target out of `roles`, by the preferred graphs."""
     if limit_mb is None:
-        return sizes
+        return
+    sizes = {role: footprint_mb(manifest.roles[role].by_preference()[0]) for role in roles}
     if sizes["target"] > limit_mb:
         raise UsageError(
             f"memory_limit_mb is {limit_mb:g}, but the target alone takes {sizes['target']:.0f} MB; raise it, or"
@@ -266,12 +269,11 @@ def _sizes(manifest: Manifest, roles: dict[str, RoleOptions], limit_mb: float | 
     if "draft" in sizes and sizes["target"] + sizes["draft"] > limit_mb:
         _log.warning(
             "the draft model (%.0f MB) is left out: beside the target (%.0f MB) it exceeds the limit of %g MB",
-            sizes.pop("draft"),
+            sizes["draft"],
             sizes["target"],
             limit_mb,
         )
         del roles["draft"]
-    return sizes
 
 
 def _close_drafters(drafters: Mapping[str, Drafter]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from outrider.contracts import Reading
+from outrider.contracts import Energy, Reading
 from outrider.errors import TraceError, UsageError
 from outrider.manifest import GraphEntry
 from outrider.power.governor import Governor, Policy
@@ -78,10 +78,12 @@ def open_pacer(
     governing: Governing,
     stack: ExitStack,
     drafters: Sequence[str] = (),
-    target_mb: float = 0.0,
-    draft_mb: float = 0.0,
+    graphs: Mapping[str, GraphEntry] | None = None,
 ) -> Pacer | None:
     """A pacer as `governing` wants it, or None; what it opens is closed by `stack`.
+
+    `graphs` are those of the bundle that will run, by role: they say what memory is taken, and with the device's
+    profile what rounds should draw, until that is measured.
 
     Raises UsageError for a limit that nothing on this machine can measure, and for an unknown device.
     """
@@ -98,9 +100,13 @@ def open_pacer(
         stack.enter_context(monitor)
     from outrider.power.energy import EnergyModel
 
-    governor = Governor(governing.policy, device, target_mb=target_mb, draft_mb=draft_mb)
+    taken_mb = {role: footprint_mb(graph) for role, graph in (graphs or {}).items()}
+    governor = Governor(
+        governing.policy, device, target_mb=taken_mb.get("target", 0.0), draft_mb=taken_mb.get("draft", 0.0)
+    )
     log = _open_log(governing, governor)
-    pacer = Pacer(monitor, governor, EnergyModel(None, tuple(drafters)), log, time.monotonic, POLL_S)
+    energy_model = EnergyModel(_prior(device, graphs or {}, drafters), tuple(drafters))
+    pacer = Pacer(monitor, governor, energy_model, log, time.monotonic, POLL_S)
     stack.callback(pacer.close)
     _log.info("governed by %s: %s", governing.policy, state)
     return pacer
@@ -112,6 +118,23 @@ def _device(governing: Governing) -> Any:
     from outrider.targets.device import load_device
 
     return load_device(os.fspath(governing.device))
+
+
+def _prior(device: Any, graphs: Mapping[str, GraphEntry], drafters: Sequence[str]) -> Energy | None:
+    """Joules of rounds by the device's profile; None without one, or where a graph's size is not known."""
+    from outrider.targets.device import Device
+    from outrider.targets.model_cost import model_cost, nominal_energy
+
+    if not isinstance(device, Device) or "target" not in graphs:
+        return None
+    try:
+        costs = {role: model_cost(graph) for role, graph in graphs.items()}
+    except UsageError as error:
+        _log.warning("no energy is assumed before it is measured: %s", error)
+        return None
+    units = {role: graph.unit if graph.unit in device.units else None for role, graph in graphs.items()}
+    drafts = {name: costs.get("draft") if name == "model" else None for name in drafters}
+    return nominal_energy(device, costs["target"], drafts, units["target"], units.get("draft"))
 
 
 def _monitor(governing: Governing) -> tuple[Monitor, bool]:
@@ -156,7 +179,7 @@ def _open_log(governing: Governing, governor: Governor) -> DecisionLog | None:
     try:
         return DecisionLog(os.fspath(governing.log), governor, every_s=0.0)
     except TraceError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(f"the decision log: {error}") from None
 
 
 def footprint_mb(graph: GraphEntry) -> float:

@@ -23,7 +23,8 @@ from outrider.runtime.rig import Rig, trace_rig
 from outrider.runtime.rounds import Engine, Request, Round
 from outrider.targets.device import Device, Figure, load_device
 from outrider.targets.scenario import Scenario
-from outrider.targets.simulated import DRAFT_COST, TARGET_COST, Machine, ModelCost, perturbed
+from outrider.targets.model_cost import DRAFT_COST, TARGET_COST, ModelCost
+from outrider.targets.simulated import Machine, perturbed
 from outrider.targets.trace_model import TraceText
 
 __all__ = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from outrider.contracts import (
@@ -20,9 +20,9 @@ from outrider.contracts import (
     Output,
 )
 from outrider.errors import UsageError
-from outrider.manifest import GraphEntry
 from outrider.targets.device import Device, Figure
 from outrider.targets.fake import VirtualClock
+from outrider.targets.model_cost import ModelCost
 from outrider.targets.physics import (
     Rates,
     Temperatures,
@@ -37,13 +37,9 @@ from outrider.targets.physics import (
 from outrider.targets.scenario import Event
 
 __all__ = [
-    "DRAFT_COST",
-    "TARGET_COST",
     "HeldGraph",
     "Machine",
-    "ModelCost",
     "SimulatedGraph",
-    "model_cost",
     "perturbed",
 ]
 
@@ -57,51 +53,6 @@ _SPECIMEN = {
     *("idle_w", "static_w", "dram_pj_per_byte"),
     *("die_c_per_w", "die_tau_s", "case_c_per_w", "case_tau_s"),
 }
-
-
-@dataclass(frozen=True)
-class ModelCost:
-    """What a forward of a model moves and computes.
-
-    Every forward streams `weight_bytes`, and `kv_bytes` for every position that it sees; a token takes `ops`
-    (2 a weight).
-    """
-
-    weight_bytes: float
-    ops: float
-    kv_bytes: float = 0.0
-    resident_mb: float = 0.0
-
-    def work(self, width: int, length: int = 0) -> Work:
-        """A forward of `width` tokens behind `length`."""
-        return Work(self.weight_bytes + self.kv_bytes * (length + width), self.ops * width)
-
-
-TARGET_COST = ModelCost(1.220e9, 3.09e9, 57_344, 1483)
-"""Qwen2.5-Coder-1.5B as `outrider export` packs it (int4, 8-bit head, float32 cache): bytes of its graph."""
-DRAFT_COST = ModelCost(0.505e9, 0.99e9, 24_576, 658)
-"""The same of Qwen2.5-Coder-0.5B."""
-
-_BITS = {"int4": 4.5, "int8": 8.5, "fp16": 16.0, "fp32": 32.0, "carry": 5.0}
-"""Bits a weight with its scales, by how a recipe's name begins; `carry` as in common 4-bit GGUF files."""
-
-
-def model_cost(entry: GraphEntry) -> ModelCost:
-    """The cost of a bundle's graph, from its manifest alone: an estimate, since no file is opened.
-
-    All bytes of the graph's files count but those of a separate embedding; weights are bytes by the bits of
-    the recipe. Raises UsageError for a recipe without a known size.
-    """
-    named = next((bits for name, bits in _BITS.items() if entry.recipe.startswith(name)), None)
-    if named is None:
-        raise UsageError(
-            f"no weight size is known for the recipe {entry.recipe!r}; known: {', '.join(_BITS)}"
-        )
-    data = {n: f.bytes for n, f in entry.files.items() if n != entry.embedding_file and ".onnx" in n}
-    nbytes = float(sum(data.values()) or sum(f.bytes for f in entry.files.values()))
-    width = 2 if entry.kv.dtype == "float16" else 1 if "int8" in entry.kv.dtype else 4
-    kv_bytes = 2.0 * entry.kv.layers * entry.kv.heads * entry.kv.head_dim * width
-    return ModelCost(nbytes, 2.0 * nbytes * 8.0 / named, kv_bytes, nbytes / 1e6)
 
 
 def perturbed(device: Device, seed: int, spread: float = 0.15) -> Device:

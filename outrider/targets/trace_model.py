@@ -16,7 +16,8 @@ from outrider.contracts import BoolArray, Float32Array, IntArray, LogitsRequest,
 from outrider.errors import BackendError, ContextError, TraceError, UsageError
 from outrider.lines import read_lines
 from outrider.records import decode
-from outrider.targets.simulated import Machine, ModelCost
+from outrider.targets.model_cost import ModelCost
+from outrider.targets.simulated import Machine
 
 __all__ = ["Stage", "TraceDrafter", "TraceRun", "TraceTarget", "TraceText", "cycle", "read_acceptance"]
 
