@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,3 +138,13 @@ def test_the_machine_is_described_by_what_is_installed(monkeypatch: pytest.Monke
     assert machine.extras["export"].startswith("installed")
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'outrider[export]'" in inspect_machine().extras["export"]
+
+
+def test_every_extra_is_known_to_doctor_and_installed_by_ci() -> None:
+    root = Path(outrider.__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"])
+    assert set(module.EXTRAS) == extras
+    installed = re.search(r"-e '\.\[(.*)\]'", (root / "Makefile").read_text(encoding="utf-8"))
+    assert installed is not None
+    assert set(installed[1].split(",")) == extras

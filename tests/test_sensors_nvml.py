@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ def test_without_the_bindings_the_reason_is_the_pip_install(
     monkeypatch.setattr(module.importlib, "import_module", missing)
     (reading,) = sensor(board, None).read()
     assert reading.value is None
-    assert "pip install nvidia-ml-py" in reading.reason
+    assert "pip install 'outrider[nvml]'" in reading.reason
 
 
 def test_without_the_driver_the_reason_says_so_and_it_is_tried_again(board: Board) -> None:
@@ -191,3 +192,27 @@ def test_a_machine_that_shows_a_card_has_a_source_readable_or_not(monkeypatch: p
     assert Nvml.find(System()) == []
     monkeypatch.setattr(module.importlib, "import_module", lambda name: FakeNvml(CARD))
     assert len(Nvml.find(System())) == 1
+
+
+def test_the_library_of_the_extra_has_what_is_asked_of_it() -> None:
+    pynvml = pytest.importorskip("pynvml", reason="the extra nvml is not installed")
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    names = set(re.findall(r"\.(nvml[A-Z]\w+)", source)) | {"nvmlDeviceGetCurrentClocksEventReasons"}
+    assert len(names) >= 9
+    assert not [name for name in names if not hasattr(pynvml, name)]
+    assert (pynvml.NVML_TEMPERATURE_GPU, pynvml.NVML_CLOCK_SM) == (
+        module._NVML_TEMPERATURE_GPU,
+        module._NVML_CLOCK_SM,
+    )
+    reasons = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
+    bits = [getattr(pynvml, f"nvmlClocksThrottleReason{name}") for name in reasons]
+    assert sum(bits) == module._HELD_BACK
+
+
+def test_a_machine_without_nvidia_s_driver_gets_a_reason_from_the_real_library() -> None:
+    pytest.importorskip("pynvml", reason="the extra nvml is not installed")
+    if any(Path(node).exists() for node in module._NODES):
+        pytest.skip("this machine has an NVIDIA device")
+    (reading,) = Nvml(System()).read()
+    assert reading.value is None
+    assert "NVML" in reading.reason

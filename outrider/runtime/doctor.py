@@ -38,6 +38,7 @@ __all__ = [
 
 EXTRAS = {
     "export": ("torch", "turns checkpoints into bundles"),
+    "nvml": ("pynvml", "reads NVIDIA graphics cards"),
     "dev": ("pytest", "runs the tests"),
 }
 WIDTHS = (1, 2, 3, 5, 9)

@@ -1,4 +1,4 @@
-"""NVIDIA graphics cards through NVML, where the optional `nvidia-ml-py` is installed.
+"""NVIDIA graphics cards through NVML, where the extra `nvml` (NVIDIA's `nvidia-ml-py`) is installed.
 
 Format: NVML API reference (nvml.h): power mW, energy mJ since the driver was loaded (Volta and later), clocks MHz.
 """
@@ -18,7 +18,7 @@ _NVML_TEMPERATURE_GPU = 0
 _NVML_CLOCK_SM = 1
 _HELD_BACK = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
 """Clock event reasons: power cap, hardware slowdown, software and hardware thermal slowdown, power brake."""
-_FIX = "install NVIDIA's bindings: pip install nvidia-ml-py"
+_FIX = "install NVIDIA's bindings: pip install 'outrider[nvml]'"
 _TEGRA = "a Jetson's power is read from its INA sensors instead"
 _NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")
 
