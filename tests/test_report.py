@@ -171,6 +171,18 @@ def test_a_temperature_limit_passes_over_what_breaks_it() -> None:
     assert "Nothing that was tried keeps within 20 °C" in summarise(a_trace(temp_limit_c=20.0)).headline
 
 
+@pytest.mark.parametrize("mode", [1.0, 0.55])
+def test_a_power_mode_that_caps_the_clock_for_good_is_no_throttling(mode: float) -> None:
+    trace = a_trace()
+    samples = tuple(
+        replace(s, clock_ratio=(s.clock_ratio or 1.0) * mode, throttle=None) for s in trace.samples
+    )
+    steady = tuple(replace(s, clock_ratio=mode) for s in samples)
+    throttled = summarise(replace(trace, samples=samples)).cells[0].throttled_after_s
+    assert throttled == pytest.approx(40.0, abs=1.0)
+    assert summarise(replace(trace, samples=steady)).cells[0].throttled_after_s is None
+
+
 def test_retention_and_the_onset_of_throttling_are_those_of_the_runs() -> None:
     plain = summarise(a_trace()).cells[0]
     assert plain.retention == pytest.approx(0.8, abs=0.01)

@@ -16,7 +16,7 @@ __all__ = ["summarise"]
 
 CAP_SLACK = 1.03  # mean power may be this much above the cap and still count as held
 LIMIT_SLACK_C = 1.0
-THROTTLED_CLOCK = 0.95  # of the full clock: below it the device holds back
+THROTTLED_CLOCK = 0.95  # of the best clock of the samples: below it the device holds back
 
 
 def summarise(trace: ProfileTrace) -> Summary:
@@ -107,11 +107,15 @@ def _events(rounds: Iterable[RoundLine], run: Run) -> list[tuple[float, float, f
 
 
 def _throttled_after(samples: Sequence[Sample], run: Run) -> float | None:
-    """Seconds into a run until the device held a unit back that ran freely before; None: never, or unknown."""
+    """Seconds into a run until the device held a unit back that ran freely before; None: never, or unknown.
+
+    A power mode may cap clocks for good (nvpmodel does): what counts is the best clock that was seen.
+    """
+    best = max((sample.clock_ratio or 0.0 for sample in samples), default=0.0)
     free = False
     for sample in samples:
         held = (sample.throttle or 0.0) > 0.0 or (
-            sample.clock_ratio is not None and sample.clock_ratio < THROTTLED_CLOCK
+            sample.clock_ratio is not None and sample.clock_ratio < THROTTLED_CLOCK * best
         )
         if held and free:
             return sample.time_s - run.begin_s
