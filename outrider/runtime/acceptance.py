@@ -32,7 +32,8 @@ def record_acceptance(
 ) -> Iterator[dict[str, Any]]:
     """Records of an `acceptance` trace (`docs/formats.md`), one a prompt: plain greedy text, then every drafter.
 
-    `progress(done, total)` counts prompts.
+    Only the first turn of a prompt is answered: every text starts from an empty cache, so that simulations may
+    take them in any order. `progress(done, total)` counts prompts.
     """
     for index, prompt in enumerate(prompts):
         messages = [{"role": "user", "content": prompt.turns[0]}]

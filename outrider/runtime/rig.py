@@ -245,7 +245,8 @@ def _prefill_chunk(pipeline: Pipeline) -> int:
 def fitting_prompts(pipeline: Pipeline, room: int = 32) -> list[Prompt]:
     """The built-in prompts that leave room for so many tokens in the context of this bundle.
 
-    They are raw where it has no chat template. Raises ContextError when none does.
+    They are raw where it has no chat template. Only their first turn is decoded, each from an empty cache: runs
+    of a measurement must be alike. Raises ContextError when none fits.
     """
     most = pipeline.engine.target.max_context - room
     known = [replace(prompt, raw=pipeline.template is None) for prompt in default_prompts()]
