@@ -13,16 +13,16 @@ from benchmarks import throttling_trace
 from outrider.cli import demo
 from outrider.contracts import Reading
 from outrider.errors import OutriderError, UsageError
-from outrider.power.governor import Governor, Level
+from outrider.power.governor import Governor, Level, Policy
 from outrider.power.monitor import open_telemetry
 from outrider.power.telemetry import TelemetryWriter, read_telemetry
-from outrider.power.traces import THROTTLING, THROTTLING_DEVICE
+from outrider.power.traces import THROTTLING, THROTTLING_LIMIT_C
 from outrider.runtime.heat_replay import HeatReplay, Stretch, Tempo, replay_heat
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import Planner
 from outrider.runtime.rounds import Engine, Request
-from outrider.targets.device import load_device
+from outrider.targets.device import shipped_device
 from outrider.targets.fake import FakeGraph, VirtualClock
 
 VOCAB = 32
@@ -41,7 +41,7 @@ def counting(seen: tuple[int, ...]) -> np.ndarray:
 
 def engine_of(clock: VirtualClock, monitor: object | None, logits=counting) -> Engine:
     graph = FakeGraph(VOCAB, logits=logits, clock=clock, costs_s=COSTS_S, max_context=512)
-    governor = Governor(device=load_device(THROTTLING_DEVICE))
+    governor = Governor(Policy(temp_limit_c=THROTTLING_LIMIT_C))
     pacer = None if monitor is None else Pacer(monitor, governor, None)
     planner = Planner(k_max=12)
     return Engine(graph, {"lookup": LookupDrafter()}, planner, clock=clock, pacer=pacer, sleep=clock.advance)
@@ -80,7 +80,8 @@ def test_the_committed_command_still_makes_a_trace_of_the_same_story(tmp_path: P
     assert len(list(made)) == len(list(shipped))
     for trace in (made, shipped):
         heat = [r.value for batch in trace for r in batch if r.quantity == "temperature"]
-        limit_c = float(load_device(THROTTLING_DEVICE).temp_limit_c)
+        limit_c = THROTTLING_LIMIT_C
+        assert limit_c == shipped_device(throttling_trace.DEVICE).temp_limit_c
         assert heat[0] < limit_c - 10 < limit_c + 1 < max(heat) < limit_c + 6
         assert heat[-1] <= heat[0]
 
@@ -204,6 +205,7 @@ def test_the_demo_ends_with_k_under_heat_on_an_exported_bundle(quantized_bundle:
     (replay,) = seen
     assert replay.difference is None
     assert max(stretch.level for stretch in replay.stretches) == Level.CRITICAL
+    assert replay.ks[1] <= 1
     out = capsys.readouterr().out
     assert "simulated Raspberry Pi 4" in out
     assert out.count("critical") == 1

@@ -201,13 +201,13 @@ def _heat(bundle: Path, max_tokens: int, plain: Result) -> None:
     """Decode under recorded heat; raises OutriderError when the text differs or k did not follow."""
     import outrider
     from outrider.power.monitor import open_telemetry
-    from outrider.power.traces import THROTTLING, THROTTLING_DEVICE
+    from outrider.power.traces import THROTTLING, THROTTLING_LIMIT_C
     from outrider.runtime.heat_replay import Tempo, replay_heat
     from outrider.runtime.pipeline import Options
 
     clock = Tempo()
     monitor = open_telemetry(THROTTLING, clock)
-    with outrider.load(bundle, telemetry=monitor, device=THROTTLING_DEVICE) as pipeline:
+    with outrider.load(bundle, telemetry=monitor, temp_limit_c=THROTTLING_LIMIT_C) as pipeline:
         warm_up = _answer(pipeline, max_tokens).stats  # the planner measures what rounds cost here
         speed = min(FASTEST, COOL_S / max(warm_up.decode_s, 1e-3))
         click.echo(

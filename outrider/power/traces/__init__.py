@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["THROTTLING", "THROTTLING_DEVICE"]
+__all__ = ["THROTTLING", "THROTTLING_LIMIT_C"]
 
 THROTTLING = Path(__file__).with_name("throttling.jsonl")
 """A little over two minutes in which the silicon crosses its limit and cools again."""
 
-THROTTLING_DEVICE = "raspberry-pi-4"
-"""The profile whose limits the trace crosses."""
+THROTTLING_LIMIT_C = 80.0
+"""The limit that it crosses: where a Raspberry Pi begins to throttle."""
