@@ -336,6 +336,8 @@ class Governor:
         unmet = self.policy.power_cap_w is not None and not energy_known and state.power_w is None
         named = {
             "energy=unknown": not energy_known,
+            "power=estimated": state.power_method == "estimated",
+            "temperature=estimated": state.skin_method == "estimated",
             "telemetry=unknown": self._is_blind(state),
             "telemetry=none": not self._told and not self._is_blind(state),
             "limit=assumed": bool(seen) and all(watch.assumed for watch in seen),

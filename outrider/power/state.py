@@ -14,7 +14,8 @@ class State:
     `die_c` is the hottest plausible silicon, `skin_c` the slowest body that is watched (case, skin or battery).
     `headroom` is the vendor's: 1 = severe throttling. `throttle` is how far the system holds a unit back now,
     0..1. `clock_ratio` is the lowest of (clock allowed or running / clock by design) over the units that are
-    known. `power_w` is gross, of `power_scope`, by `power_method`. Memory figures are MB and %. `stale` names
+    known. `power_w` is gross, of `power_scope`, by `power_method`. `skin_method` is "estimated" where no
+    sensor gave `skin_c`. Memory figures are MB and %. `stale` names
     quantities that have only old readings.
     """
 
@@ -27,6 +28,7 @@ class State:
     power_w: float | None = None
     power_scope: str = ""
     power_method: str = ""
+    skin_method: str = ""
     battery_percent: float | None = None
     charging: bool | None = None
     memory_available_mb: float | None = None

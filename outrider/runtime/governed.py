@@ -184,7 +184,8 @@ class Governed:
     def _prompt_w(self) -> float:
         """Watts while a prompt runs: as measured or by the profile, at least what rounds draw."""
         known_w = getattr(self.pacer, "prompt_w", None)
-        return self._static_w + max(self._dynamic_w, known_w or 0.0)
+        rest_w = self.pacer.rest_w if known_w is not None and self.pacer is not None else 0.0
+        return max(self._static_w + self._dynamic_w, rest_w + (known_w or 0.0))
 
     def _next(self, tokens: int) -> _Work:
         """What is expected of a chunk of a prompt, or with 1 token of a round like the last."""

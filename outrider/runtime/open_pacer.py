@@ -17,6 +17,7 @@ from outrider.power.governor import Governor, Policy
 from outrider.power.state import State
 from outrider.runtime.decision_log import DecisionLog
 from outrider.runtime.pacing import Pacer
+from outrider.runtime.unmetered import Unmetered, unmetered
 
 if TYPE_CHECKING:
     from outrider.power.monitor import Monitor
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Governing", "footprint_mb", "open_pacer"]
 
+PLAIN_LENGTH = 256  # tokens of context behind which a plain forward is typical
 POLL_S = 0.05  # sensors are not looked at more often, however short the rounds
 
 _log = logging.getLogger(__name__)
@@ -106,7 +108,8 @@ def open_pacer(
     )
     log = _open_log(governing, governor)
     energy_model = EnergyModel(_prior(device, graphs or {}, drafters), tuple(drafters))
-    pacer = Pacer(monitor, governor, energy_model, log, time.monotonic, POLL_S)
+    stand_in = _stand_in(device, graphs or {})
+    pacer = Pacer(monitor, governor, energy_model, log, time.monotonic, POLL_S, stand_in)
     stack.callback(pacer.close)
     _log.info("governed by %s: %s", governing.policy, state)
     return pacer
@@ -118,6 +121,21 @@ def _device(governing: Governing) -> Any:
     from outrider.targets.device import load_device
 
     return load_device(os.fspath(governing.device))
+
+
+def _stand_in(device: Any, graphs: Mapping[str, GraphEntry]) -> Unmetered | None:
+    """Estimates for a device that has no meter; None without its profile, or where a graph's size is not known."""
+    from outrider.targets.device import Device
+    from outrider.targets.model_cost import model_cost
+
+    if not isinstance(device, Device) or "target" not in graphs:
+        return None
+    target = graphs["target"]
+    unit = target.unit if target.unit in device.units else None
+    try:
+        return unmetered(device, model_cost(target).work(1, PLAIN_LENGTH), unit)
+    except UsageError:
+        return None  # `_prior` has said so
 
 
 def _prior(device: Any, graphs: Mapping[str, GraphEntry], drafters: Sequence[str]) -> Energy | None:

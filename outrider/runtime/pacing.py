@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from outrider.contracts import Clock, Costs, Energy, Reading
@@ -14,6 +14,7 @@ from outrider.power.ledger import Ledger
 from outrider.power.monitor import choose_power
 from outrider.power.state import State
 from outrider.runtime.decision_log import DecisionLog
+from outrider.runtime.unmetered import Unmetered
 
 __all__ = ["Pacer", "Telemetry", "Work"]
 
@@ -21,6 +22,7 @@ WINDOW_S = 1.0  # of activity and joules that the energy model is shown at once
 LONGEST_WINDOW_S = 5.0  # a window that grew longer held a silence, and is thrown away
 MOST_ODD = 0.5  # of a window, that may be prompts for the rest to teach anything
 CLOCK_CHANGE = 0.05  # of the clock: joules change with it
+ESTIMATE_S = 1.0  # over which estimated power is averaged
 PROMPT_SHARE = 0.3  # of a meter's interval, from which on it tells what prompts draw
 CLOCK_HOLD_S = 5.0  # between two changes that are heeded
 
@@ -90,10 +92,13 @@ class Pacer:
         log: DecisionLog | None = None,
         clock: Clock | None = None,
         least_s: float = 0.0,
+        unmetered: Unmetered | None = None,
     ) -> None:
         self.monitor, self.governor, self.energy_model, self.log = monitor, governor, energy_model, log
         self.state = State(float("-inf"))
         self._clock, self._least_s = clock, least_s
+        self._unmetered = unmetered if clock is not None else None
+        self._estimated = False  # whether power is an estimate of this pacer
         self._looked_s = float("-inf")
         self.ledger = Ledger() if clock is not None else None
         self.prompt_w: float | None = None  # beyond static power, as the meter shows it; None: unknown
@@ -102,6 +107,7 @@ class Pacer:
         self._ratio: float | None = None  # of the clock, when joules were last learned afresh
         self._clock_s = float("-inf")  # when that was
         self._energy: Energy | None = None
+        self._nominal: Energy | None = None  # the same, as the energy model gave it
         self._widths: tuple[int, ...] = ()
         self._fresh = True  # the energy model has learnt since it was last asked
         self._sample: _Sample | None = None
@@ -123,6 +129,10 @@ class Pacer:
         if self.energy_model is not None and (self._fresh or widths != self._widths):
             self._energy = self.energy_model.energy(widths)
             self._fresh, self._widths = False, widths
+            self._nominal = self._energy
+        learned = getattr(self.energy_model, "intervals", 0) > 0
+        if self._estimated and not learned and self._unmetered is not None and self._nominal is not None:
+            self._energy = _scaled(self._nominal, self._unmetered.share)
         return self._energy
 
     def observe(
@@ -133,6 +143,8 @@ class Pacer:
         `odd` marks work that is neither (a chunk of a prompt, a draft that catches up).
         """
         if not odd:
+            if self._unmetered is not None and seconds > 0.0:
+                self._unmetered.saw(width, drafter, steps, seconds)
             self._work.add(width, drafter, steps)
             self._work.busy_s += seconds
         if self.ledger is not None and self._clock is not None and seconds > 0.0:
@@ -185,10 +197,18 @@ class Pacer:
                 return self.state
             self._looked_s = looked_s
             self.rest_until(looked_s)
-        self.state = state = self.monitor.poll()
+        state = self.monitor.poll()
         self._see_clock(state)
         self._integrate(self._sample_of(state))
-        return state
+        self.state = self._filled(state)
+        return self.state
+
+    def _filled(self, state: State) -> State:
+        """The state with estimates in place of what no sensor gives, where there is a profile to estimate by."""
+        if self._unmetered is None or self.ledger is None or self._energy is None:
+            return state
+        self._estimated = state.power_w is None
+        return self._unmetered.filled(state, self.ledger.mean_w(ESTIMATE_S))
 
     def _sample_of(self, state: State) -> _Sample | None:
         """The newest figure of the power source that the state goes by, with the time when it was true."""
@@ -270,6 +290,15 @@ class Pacer:
         """End the decision log."""
         if self.log is not None:
             self.log.close()
+
+
+def _scaled(energy: Energy, share: float) -> Energy:
+    """The same with so much of the dynamic joules."""
+    return replace(
+        energy,
+        verify_j={width: share * joules for width, joules in energy.verify_j.items()},
+        draft_j={name: share * joules for name, joules in energy.draft_j.items()},
+    )
 
 
 def _wide_j(energy: Energy, width: int) -> float:

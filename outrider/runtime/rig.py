@@ -21,12 +21,14 @@ from outrider.power.sensors.simulated import Simulated
 from outrider.power.state import State
 from outrider.runtime.bench import Prompt, default_prompts
 from outrider.runtime.model_drafter import ModelDrafter
-from outrider.runtime.open_pacer import POLL_S
+from outrider.runtime.open_pacer import PLAIN_LENGTH, POLL_S
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import Planner
 from outrider.runtime.rounds import Engine
+from outrider.runtime.unmetered import unmetered
 from outrider.targets.device import Device
 from outrider.targets.model_cost import DRAFT_COST, TARGET_COST, ModelCost, model_cost, nominal_energy
+from outrider.targets.physics import Work
 from outrider.targets.simulated import HeldGraph, Machine, SimulatedGraph
 from outrider.targets.trace_model import Stage, TraceDrafter, TraceTarget, TraceText
 from outrider.targets.trace_model import cycle as cycle_texts
@@ -75,6 +77,7 @@ class Rig:
     """Parts for engines that all decode on one machine. `device` is what a governor knows of it.
 
     `texts()` gives a sequence that starts anew: a call of it, with a category or None, begins the next text.
+    `plain` is a plain forward, for estimates where nothing meters.
     `machine` is the simulated one, None on a real machine. `sleep` pauses; `monitor` reads the sensors when
     it is polled, or in a thread of its own. `target_mb` and `draft_mb` are what the models take.
     """
@@ -92,6 +95,7 @@ class Rig:
     target_mb: float = 0.0
     draft_mb: float = 0.0
     prior: Energy | None = None
+    plain: Work | None = None
     provenance: Mapping[str, str] = field(default_factory=dict)
     _energy_model: EnergyModel | None = None
 
@@ -117,7 +121,10 @@ class Rig:
         kind = FreeGovernor if free else Governor
         known = limits if limits is not None else self.device
         governor = kind(policy, known, target_mb=self.target_mb, draft_mb=self.draft_mb)
-        return Pacer(self.monitor, governor, self.energy_model, None, self.clock, POLL_S)
+        stand_in = None
+        if self.device is not None and self.plain is not None:
+            stand_in = unmetered(self.device, self.plain)
+        return Pacer(self.monitor, governor, self.energy_model, None, self.clock, POLL_S, stand_in)
 
     def engine(self, planner: Planner, pacer: Pacer | None) -> Engine:
         """An engine over the models, with an empty cache."""
@@ -180,6 +187,7 @@ def trace_rig(
         target_mb=target_cost.resident_mb,
         draft_mb=draft_cost.resident_mb if "model" in drafters else 0.0,
         prior=nominal_energy(device, target_cost, costs, unit, draft_unit),
+        plain=target_cost.work(1, PLAIN_LENGTH),
     )
 
 
@@ -228,6 +236,7 @@ def bundle_rig(device: Device, pipeline: Pipeline, machine: Machine, *, seed: in
         target_mb=costs["target"].resident_mb,
         draft_mb=costs["draft"].resident_mb if "model" in drafters else 0.0,
         prior=nominal_energy(device, costs["target"], known),
+        plain=costs["target"].work(1, PLAIN_LENGTH),
     )
 
 

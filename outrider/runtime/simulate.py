@@ -22,8 +22,8 @@ from outrider.runtime.planner import Planner
 from outrider.runtime.rig import Rig, trace_rig
 from outrider.runtime.rounds import Engine, Request, Round
 from outrider.targets.device import Device, Figure, load_device
-from outrider.targets.scenario import Scenario
 from outrider.targets.model_cost import DRAFT_COST, TARGET_COST, ModelCost
+from outrider.targets.scenario import Scenario
 from outrider.targets.simulated import Machine, perturbed
 from outrider.targets.trace_model import TraceText
 
@@ -215,6 +215,7 @@ class _Day:
     peak_over_c: float = -np.inf
     changes: int = 0
     level: str = "nominal"
+    looked_s: float = 0.0
     points: list[TimelinePoint] = field(default_factory=list)
     course: list[tuple[float, float]] = field(default_factory=list)  # time, joules
     _since: tuple[float, float, int, int, int] = (0.0, 0.0, 0, 0, 0)  # of the last point
@@ -226,6 +227,8 @@ class _Day:
         pacer = self.rig.pacer(policy_of(self.scenario), self.profile) if self.rule.paced else None
         engine = self.rig.engine(Planner(), pacer)
         self._begin = self.rig.texts()
+        self.course.append((machine.elapsed_s, machine.energy_j))
+        machine.on_step = lambda: self.course.append((machine.elapsed_s, machine.energy_j))
         self._look()
         while (now := machine.elapsed_s) < self.scenario.duration_s - 1e-6:
             if self.scenario.asked_at(now):
@@ -272,12 +275,11 @@ class _Day:
 
     def _look(self) -> None:
         """Take note of the machine's true state."""
-        machine, now = self._machine, self._machine.elapsed_s
-        before = self.course[-1][0] if self.course else 0.0
+        now = self._machine.elapsed_s
+        before, self.looked_s = self.looked_s, now
         over_c = self._over_c()
         self.peak_over_c = max(self.peak_over_c, over_c)
         self.over_s += (now - before) if over_c > 0.0 else 0.0
-        self.course.append((now, machine.energy_j))
         if self.keep_timeline and (not self.points or now - self._since[0] >= POINT_S):
             self._add_point(now)
 

@@ -121,6 +121,7 @@ class Machine:
         capacity_wh = device.battery_wh
         self.battery_capacity_j = 3600.0 * capacity_wh if capacity_wh is not None else math.inf
         self.battery_j = battery / 100.0 * self.battery_capacity_j
+        self.on_step: Callable[[], object] | None = None  # called after every step
         self._held: dict[str, float] = {}
         self._rates: dict[tuple[str | None, str | None], Rates] = {}
         self._events = list(events)
@@ -244,6 +245,8 @@ class Machine:
         if now.die_c > self.peak.die_c or now.case_c > self.peak.case_c:
             self.peak = Temperatures(max(now.die_c, self.peak.die_c), max(now.case_c, self.peak.case_c))
         self._settle()
+        if self.on_step is not None:
+            self.on_step()
 
     def _settle(self) -> None:
         """What happens at this very moment: events first, then the throttle poll."""
