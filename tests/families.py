@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx
-import pytest
 import torch
 import transformers
 
-import outrider.export.onnx
 from outrider.export.config import ModelConfig
 from outrider.export.slots import SlotWeights
 from outrider.quantize.schemes import RawBlocks
@@ -238,20 +235,3 @@ def check_decoding(graph: Any, reference: Callable[[list[int]], np.ndarray], tol
     same(graph.forward([9, 8, 7]).logits, [*context, 9, 8, 7], slice(-3, None))
     graph.commit([0, 1])
     same(graph.forward([6], logits=[0]).logits, [*context, 9, 8, 6], slice(-1, None))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def trace_once() -> Iterator[None]:
-    """Trace each structure once for a test module: it does not depend on the weights, and it takes seconds."""
-    traced: dict[str, bytes] = {}
-    original = outrider.export.onnx.trace
-
-    def trace(*arguments: Any) -> onnx.ModelProto:
-        key = repr(arguments)
-        if key not in traced:
-            traced[key] = original(*arguments).SerializeToString()
-        return onnx.ModelProto.FromString(traced[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outrider.export.onnx, "trace", trace)
-        yield

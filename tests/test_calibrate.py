@@ -24,9 +24,9 @@ from outrider.quantize.pack import pack, unpack
 from outrider.quantize.recipes import get_recipe
 from outrider.quantize.schemes import BlockInt, Float, RawBlocks, Recipe
 from tests import families
-from tests.families import trace_once  # noqa: F401  (a fixture for the module)
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("traced_once")
 TEXTS = [np.arange(1, 31), np.arange(60, 95)]
 GPTQ, MSE = BlockInt(4, 32, method="gptq"), BlockInt(4, 32, method="mse")
 HOOKED = {

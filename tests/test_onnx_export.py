@@ -20,10 +20,10 @@ from outrider.quantize.pack import pack, unpack
 from outrider.quantize.schemes import BlockInt, DynamicInt8, Float, PackedMatrix, RawBlocks, Recipe
 from outrider.targets.onnxruntime import OnnxGraph
 from tests import families
-from tests.families import trace_once  # noqa: F401  (a fixture for the module)
 from tests.test_decoder import EagerGraph
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("traced_once")
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 

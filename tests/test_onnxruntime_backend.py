@@ -19,9 +19,9 @@ from outrider.quantize.recipes import get_recipe
 from outrider.quantize.schemes import BlockInt, DynamicInt8, Float, Recipe
 from outrider.targets.onnxruntime import OnnxGraph, top_rows
 from tests import families
-from tests.families import trace_once  # noqa: F401  (a fixture for the module)
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("traced_once")
 WIDTHS = (1, 4, 8, 16)
 FLOAT = Recipe("float32", Float(), Float(), Float())
 PROFILES = ("inplace", "split")

@@ -231,13 +231,15 @@ def test_the_command_compares_policies(
 
 
 def test_the_command_records_acceptance_from_a_bundle(
-    run_main: Callable[..., Any], float_bundle: Path, day: str
+    run_main: Callable[..., Any], float_bundle: Path, tmp_path: Path
 ) -> None:
+    day = tmp_path / "moment.toml"  # a tiny model does hundreds of rounds a second
+    day.write_text('device = "mac-m2"\nduration_s = 1.0\n')
     code, text, _ = run_main(
         "simulate",
         str(float_bundle),
         "--scenario",
-        day,
+        str(day),
         "--policies",
         "plain,model k=3",
         "-n",
