@@ -7,7 +7,14 @@ from typing import Any
 
 import click
 
-from outrider.cli.options import ProgressBar, bundle_argument, loading_options, open_pipeline
+from outrider.cli.options import (
+    ProgressBar,
+    bundle_argument,
+    loading_options,
+    open_pipeline,
+    prompt_options,
+    prompts_from,
+)
 
 __all__ = ["command"]
 
@@ -22,22 +29,7 @@ __all__ = ["command"]
     required=True,
     help="Write the trace to this file.",
 )
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path),
-    help="Read prompts from these JSON lines, with 'turns' or 'prompt' (default: four short ones of our own).",
-)
-@click.option(
-    "--per-category", type=click.IntRange(min=1), help="Take only the first so many prompts of each category."
-)
-@click.option(
-    "--max-tokens",
-    "-n",
-    type=click.IntRange(min=2),
-    default=128,
-    show_default=True,
-    help="Generate at most so many tokens an answer.",
-)
+@prompt_options
 @loading_options
 def command(bundle: Path, out: Path, max_tokens: int, **options: Any) -> None:
     """Record an acceptance trace of BUNDLE: what each drafter gets right at every position of real answers.
@@ -46,10 +38,8 @@ def command(bundle: Path, out: Path, max_tokens: int, **options: Any) -> None:
     """
     from outrider.lines import LineWriter
     from outrider.runtime.acceptance import record_acceptance
-    from outrider.runtime.bench import default_prompts, load_prompts
 
-    file, limit = options.pop("prompts"), options.pop("per_category")
-    prompts = load_prompts(file, limit) if file else default_prompts()
+    prompts = prompts_from(options)
     bar = ProgressBar()
     with open_pipeline(bundle, options) as pipeline:
         manifest = pipeline.manifest

@@ -15,6 +15,8 @@ from outrider.cli.options import (
     loading_options,
     open_pipeline,
     parse_k,
+    prompt_options,
+    prompts_from,
 )
 from outrider.errors import UsageError
 
@@ -27,22 +29,7 @@ __all__ = ["command"]
 
 @click.command(name="bench")
 @bundle_argument
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path),
-    help="Read prompts from these JSON lines, with 'turns' or 'prompt' (default: four short ones of our own).",
-)
-@click.option(
-    "--per-category", type=click.IntRange(min=1), help="Take only the first so many prompts of each category."
-)
-@click.option(
-    "--max-tokens",
-    "-n",
-    type=click.IntRange(min=2),
-    default=128,
-    show_default=True,
-    help="Generate at most so many tokens an answer.",
-)
+@prompt_options
 @click.option(
     "--prompt-tokens",
     "-pp",
@@ -90,11 +77,10 @@ def command(bundle: Path, style: str, as_json_text: bool, **options: Any) -> Non
 
     Every speculative row stands beside the plain row of the same prompts and run.
     """
-    from outrider.runtime.bench import bench, bench_prefill, default_prompts, format_rows, load_prompts
+    from outrider.runtime.bench import bench, bench_prefill, format_rows
 
     style = "json" if as_json_text else style
-    file, limit = options.pop("prompts"), options.pop("per_category")
-    prompts = load_prompts(file, limit) if file else default_prompts()
+    prompts = prompts_from(options)
     ks = [parse_k(part.strip()) for part in options.pop("ks").split(",") if part.strip()]
     drafters, repeats = options.pop("drafters"), options.pop("repeats")
     tokens, prompt_tokens = options.pop("max_tokens"), options.pop("prompt_tokens")

@@ -15,6 +15,7 @@ from outrider.errors import UsageError
 
 if TYPE_CHECKING:
     from outrider.contracts import Sampling
+    from outrider.runtime.bench import Prompt
     from outrider.runtime.pipeline import Pipeline
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "open_pipeline",
     "parse_k",
     "print_json",
+    "prompt_options",
+    "prompts_from",
     "refuse_loading",
     "sampling_from",
 ]
@@ -196,6 +199,27 @@ _DECODING = [
     ),
 ]
 
+_PROMPTS = [
+    click.option(
+        "--prompts",
+        type=click.Path(path_type=Path),
+        help="Read prompts from these JSON lines, with 'turns' or 'prompt' (default: four short ones of our own).",
+    ),
+    click.option(
+        "--per-category",
+        type=click.IntRange(min=1),
+        help="Take only the first so many prompts of each category.",
+    ),
+    click.option(
+        "--max-tokens",
+        "-n",
+        type=click.IntRange(min=2),
+        default=128,
+        show_default=True,
+        help="Generate at most so many tokens an answer.",
+    ),
+]
+
 
 def _apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
@@ -209,6 +233,7 @@ def _apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:
 loading_options = _apply(_LOADING)
 decoding_options = _apply(_DECODING)
 governing_options = _apply(_GOVERNING)
+prompt_options = _apply(_PROMPTS)
 
 
 def open_pipeline(bundle: Path, options: dict[str, Any], *, governor: bool | None = None) -> Pipeline:
@@ -265,6 +290,14 @@ def sampling_from(options: dict[str, Any]) -> Sampling:
 
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "mode")
     return Sampling(**{name: options.pop(name) for name in names})
+
+
+def prompts_from(options: dict[str, Any]) -> list[Prompt]:
+    """The prompts that `prompt_options` name, whose options but --max-tokens are taken out of `options`."""
+    from outrider.runtime.bench import default_prompts, load_prompts
+
+    file, limit = options.pop("prompts"), options.pop("per_category")
+    return load_prompts(file, limit) if file else default_prompts()
 
 
 def parse_k(text: str) -> int | str:
