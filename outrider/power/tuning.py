@@ -92,7 +92,7 @@ class Tuning:
     die: Gains = field(default_factory=lambda: Gains(lead_s=2.0, per_c=0.15, integral_s=15.0, margin_c=0.7))
     skin: Gains = field(
         default_factory=lambda: Gains(
-            lead_s=10.0, per_c=0.5, integral_s=120.0, margin_c=0.15, band_c=1.0, horizon_s=20.0
+            lead_s=10.0, per_c=0.5, integral_s=120.0, margin_c=0.05, band_c=1.0, horizon_s=20.0
         )
     )
     model_period_s: float = 1.0
