@@ -19,6 +19,7 @@ from outrider.power.heat import ThermalEstimate, Watch, thermal_prior
 from outrider.power.power_cap import PowerCap
 from outrider.power.state import State
 from outrider.power.thermal_model import ThermalModel
+from outrider.power.trip_touch import TripTouch
 from outrider.power.tuning import Gains, Tuning
 
 __all__ = ["Directive", "Governor", "Level", "Policy"]
@@ -147,6 +148,7 @@ class Governor:
         self._skin = self._watch(
             "skin_limit_c", self.tuning.assumed_skin_limit_c, self.tuning.skin, skin_model
         )
+        self._touch = TripTouch(_trips_at(device, self._skin.limit_c), self.tuning)
         self._cap = PowerCap(self.policy.power_cap_w, self.tuning)
         self._memory = DraftMemory(self.tuning, draft_mb, target_mb, self.policy.memory_limit_mb)
         self._changes: deque[float] = deque(maxlen=8)  # times of level changes
@@ -183,12 +185,21 @@ class Governor:
         energy = costs.energy if costs is not None else None
         dt_s = 0.0 if self._time_s is None else max(0.0, state.time_s - self._time_s)
         if self._time_s is None or dt_s > 0.0:
+            self._touch_trip(state, costs)
             self._see(state, dt_s, energy is not None)
         if costs is not None and costs.verify_s:
             self._was_cool |= self.level == Level.NOMINAL
             cool = self._reference if self._was_cool and self.level > Level.NOMINAL else None
             self._reference = costs if cool is None else _completed(cool, costs)
         return self._directive(state, energy is not None)
+
+    def _touch_trip(self, state: State, costs: Costs | None) -> None:
+        if costs is None or costs.energy is None or state.skin_c is None:
+            return
+        step_s, step_j = costs.verify_s.get(1), costs.energy.verify_j.get(1)
+        plain_j = None if step_s is None or step_j is None else step_j + costs.energy.static_w * step_s
+        below_c = self._skin.limit_c - state.skin_c
+        self._skin.shift_c = self._touch.step(state.time_s, below_c, state.clock_ratio, plain_j)
 
     def _see(self, state: State, dt_s: float, energy_known: bool) -> None:
         """Bring everything that remembers up to date with a new state."""
@@ -346,6 +357,13 @@ class Governor:
             "memory=" + self._memory.why: not self._memory.loaded,
         }
         return tuple(flag for flag, holds in named.items() if holds)
+
+
+def _trips_at(device: Any, limit_c: float) -> bool:
+    """Whether a device profile has the system throttle at this temperature of the body."""
+    throttle = getattr(device, "throttle_policy", None)
+    trips = throttle().trips if throttle is not None else ()
+    return any(trip.sensor == "skin" and abs(trip.at_c - limit_c) <= 0.1 for trip in trips)
 
 
 def _completed(cool: Costs, now: Costs) -> Costs:

@@ -87,7 +87,7 @@ class Watch:
         trusted: bool = False,
     ) -> None:
         self.limit_c, self.assumed = limit_c, assumed
-        self.target_c = limit_c - gains.margin_c
+        self.shift_c = 0.0  # by which the target is moved for now
         self.temp_c: float | None = None
         self.duty = 1.0
         self.budget_w: float | None = None
@@ -104,6 +104,11 @@ class Watch:
         self._slope = 0.0  # °C/s, smoothed
         self._first_s: float | None = None
         self._last: tuple[float, float] | None = None  # time and temperature of the last reading
+
+    @property
+    def target_c(self) -> float:
+        """Where the temperature is held."""
+        return self.limit_c - self._gains.margin_c + self.shift_c
 
     def used(self, ease_c: float = 0.0) -> float | None:
         """Headroom used: 0 at ambient, 1 at the limit; `ease_c` is added to the temperature."""
