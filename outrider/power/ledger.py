@@ -14,8 +14,8 @@ __all__ = ["Ledger"]
 _AHEAD_S = 3.0  # a steady pace levels the window out within this
 _LEAST_SHARE = 0.2  # of the power above rest: a steady pace never falls below
 _TRUST = 0.5  # of a difference between meter and estimate that is no larger than usual
-_UNSURE = 0.05  # of a cap, kept while no window has been metered yet
-_SPARE = 0.15  # of the usual difference between meter and estimate, kept below the cap
+_UNSURE = 0.06  # of a cap, kept while no window has been metered yet
+_SPARE = 0.25  # of the usual difference between meter and estimate, kept below the cap
 _POINTS = 64  # are forgotten at once, when they are older than two windows
 
 
@@ -31,6 +31,7 @@ class Ledger:
         self.extra_w = 0.0  # what the meter showed lately beyond the estimates: other apps, wrong figures
         self.metered_s = 0.0  # how much time a meter has told of
         self._noise_w = 0.0  # by how much meter and estimate differ, as a rule
+        self._odd_w = 0.0  # by how much the last interval was off, if more than usual
         self._before_w = 0.0
         self._times: list[float] = []  # a line through (time, joules)
         self._joules: list[float] = []
@@ -67,19 +68,26 @@ class Ledger:
         if last == first:
             return
         missed_j = joules - (self._joules[last] - self._joules[first])
-        trust = self._trust(missed_j / (end_s - begin_s))
+        trust, gain = self._judge(missed_j / (end_s - begin_s))
         missed_j *= trust
         self.metered_s += end_s - begin_s
         for i in range(first, len(self._times)):
             share = min((self._times[i] - begin_s) / (end_s - begin_s), 1.0)
             self._joules[i] += share * missed_j
-        self.extra_w += 0.5 * learn * min(end_s - begin_s, 1.0) * missed_j / (end_s - begin_s)
+        self.extra_w += gain * learn * min(end_s - begin_s, 1.0) * missed_j / (end_s - begin_s)
 
-    def _trust(self, missed_w: float) -> float:
-        """How much of what a meter says against the estimate is believed: noise as usual half, more in full."""
-        usual_w = self._noise_w
-        self._noise_w = usual_w + 0.1 * (min(abs(missed_w), 2.0 * usual_w or abs(missed_w)) - usual_w)
-        return _TRUST if self.metered_s > self.window_s and abs(missed_w) < 2.5 * usual_w else 1.0
+    def _judge(self, missed_w: float) -> tuple[float, float]:
+        """How much of what a meter says against the estimate is believed, and how much of that is learned.
+
+        What is no more than usual is noise: half, and little. More is believed, and learned when it comes twice.
+        """
+        usual_w, young = self._noise_w, self.metered_s <= self.window_s
+        seen_w = abs(missed_w) if young else min(abs(missed_w), 3.0 * usual_w)
+        self._noise_w += 0.1 * (seen_w - usual_w) if usual_w > 0.0 else seen_w
+        before, self._odd_w = self._odd_w, missed_w if abs(missed_w) > 2.5 * usual_w else 0.0
+        if young or before * self._odd_w > 0.0:
+            return 1.0, 0.5
+        return (1.0, 0.05) if self._odd_w else (_TRUST, 0.05)
 
     def _point(self, time_s: float) -> int:
         """The index of the point at a time, put in where there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from outrider.contracts import Clock, Drafter, Objective
@@ -20,6 +21,9 @@ __all__ = ["FALLBACK", "Governed"]
 SLICE_S = 0.25  # of a pause, after which the sensors are looked at again
 FIRST_CHUNK = 32  # tokens of a prompt under a limit, before it is known how long they take
 LEAST_CHUNK = 16
+CATCH_UP_SHARE = (
+    0.4  # of the target's time for a token of a prompt, that the draft model takes, until measured
+)
 CHUNK_S = 1.0  # under a limit, of a chunk of a prompt
 CHUNK_SHARE = 0.08  # of what the cap allows in a window, that a chunk of a prompt may take
 WINDOW_S = 10.0
@@ -74,6 +78,10 @@ class Governed:
         except Exception as error:  # a governor must not cost anyone their text
             directive = self._fail(error)
         self._hold_drafts(directive.draft_loaded)
+        if directive.cap_w is not None and getattr(self.pacer, "ledger", None) is not None:
+            directive = replace(
+                directive, power_w=directive.cap_w
+            )  # the ledger keeps it, by what is measured
         self.directive = directive
         stats.level = str(max(directive.level, Level[(stats.level or "nominal").upper()]))
         return directive
@@ -117,11 +125,10 @@ class Governed:
 
     def admit_catch_up(self, name: str, backlog: int, planner: Planner) -> float:
         """Wait until a draft model may run the tokens that it has not seen. Returns what was slept."""
-        costs = planner.costs
-        if self._token_s is None or not costs.verify_s:
+        known_s = planner.to_dict()["catch_up_s"].get(name)
+        if self._token_s is None:
             return 0.0
-        plain_s = costs.verify_s[min(costs.verify_s)]
-        share = min(costs.draft_s.get(name, plain_s) / plain_s, 1.0)
+        share = CATCH_UP_SHARE if known_s is None else known_s / self._token_s
         return self.admit(max(2, round(share * backlog)))
 
     def admit(self, tokens: int) -> float:
@@ -135,7 +142,8 @@ class Governed:
             work = self._next(tokens)
             cap_w = self._cap_w() or 0.0
             wait_s = ledger.wait_s(cap_w, work.seconds, work.watts, self.pacer.rest_w)
-            if wait_s < LEAST_WAIT_S:
+            hopeless = wait_s >= ledger.window_s - work.seconds  # no rest is long enough
+            if wait_s < LEAST_WAIT_S or (hopeless and slept_s >= LONGEST_PACE_S):
                 break
             part_s = min(wait_s, SLICE_S)
             self._sleep(part_s)

@@ -20,10 +20,10 @@ __all__ = ["Pacer", "Telemetry", "Work"]
 
 WINDOW_S = 1.0  # of activity and joules that the energy model is shown at once
 LONGEST_WINDOW_S = 5.0  # a window that grew longer held a silence, and is thrown away
-MOST_ODD = 0.5  # of a window, that may be prompts for the rest to teach anything
+MOST_ODD = 0.35  # of a window, that may be prompts for the rest to teach anything
 CLOCK_CHANGE = 0.05  # of the clock: joules change with it
 ESTIMATE_S = 1.0  # over which estimated power is averaged
-PROMPT_SHARE = 0.3  # of a meter's interval, from which on it tells what prompts draw
+PROMPT_SHARE = 0.5  # of a meter's interval, from which on it tells what prompts draw
 CLOCK_HOLD_S = 5.0  # between two changes that are heeded
 
 
@@ -255,8 +255,9 @@ class Pacer:
         if share > PROMPT_SHARE:
             usual_j = self.ledger.joules(begin_s, end_s) - sum(span * watts for span, watts in spans)
             found_w = max((joules - usual_j) / odd_s - self.rest_w, 0.0)
-            known_w = found_w if self.prompt_w is None else self.prompt_w
-            self.prompt_w = known_w + 0.5 * min(share, 1.0) * (found_w - known_w)
+            first_w = self._chunk_w - self.rest_w if self._energy is not None else found_w
+            known_w = max(first_w, 0.0) if self.prompt_w is None else self.prompt_w
+            self.prompt_w = known_w + 0.4 * min(share, 1.0) * (found_w - known_w)
         self.ledger.meter(begin_s, end_s, joules, learn=1.0 - min(share, 1.0))
 
     def _restart(self) -> None:
