@@ -3,6 +3,7 @@
     python -m benchmarks.power                    # a table, and what was asked for against what was reached
     python -m benchmarks.power --json             # {"scenarios": [...]}, one record each
     python -m benchmarks.power --only tensor-g4   # scenarios whose name holds this
+    python -m benchmarks.power --specimen 1       # the same scenarios on other specimens, which nobody tuned for
     python -m benchmarks.power --phone            # twenty minutes on a phone against every fixed k
 
 Everything is simulated: no device was measured. Acceptance is real: `data/acceptance.jsonl` was recorded with
@@ -19,7 +20,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -193,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--days", action="store_true", help="the scripted days as well")
     parser.add_argument("--phone", action="store_true", help="only the twenty minutes on a phone")
     parser.add_argument("--acceptance", type=Path, default=ACCEPTANCE)
+    parser.add_argument("--specimen", type=int, default=0, help="added to every seed")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args(arguments)
     texts = read_acceptance(options.acceptance)
@@ -202,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [s for s in [*suite(texts), *(days(texts) if options.days else [])] if options.only in s.name]
     if not chosen:
         parser.error(f"no scenario's name holds {options.only!r}")
+    chosen = [replace(scenario, seed=scenario.seed + options.specimen) for scenario in chosen]
     with ProcessPoolExecutor(options.jobs) as pool:
         scores = list(pool.map(partial(judge, texts=texts), chosen))
     print(
