@@ -78,7 +78,7 @@ def describe_list(devices: list[dict[str, Any]]) -> str:
     for device in devices:
         sourced = f"{device['figures'] - device['assumed']} of {device['figures']}"
         here = "  measured here" if device["measured_here"] else ""
-        units, memory = ", ".join(device["units"]), f"{device['memory_gb']:g} GB"
+        units, memory = ", ".join(device["units"]), f"{device['memory_gb']:.3g} GB"
         lines.append(f"{device['slug']:20} {memory:>7}  {units:14} {device['meter']:13} {sourced}{here}")
     return "\n".join([*lines, "", "outrider devices NAME says where each figure is from"])
 
