@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Self, TextIO
 
 from outrider.contracts import as_json
 from outrider.errors import TraceError, UsageError
+from outrider.records import parsed
 
 __all__ = ["KINDS", "SCHEMA_VERSION", "LineWriter", "Lines", "check_header", "read_lines"]
 
@@ -180,7 +181,7 @@ def _records(
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = parsed(json.loads, line)
             except ValueError as error:
                 broken = line[-1:] in ("\n", b"\n") or next(lines, None) is not None
                 if broken or number == 1:

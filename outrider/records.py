@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -14,10 +15,26 @@ from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type
 
 from outrider.errors import UsageError
 
-__all__ = ["decode", "replaced"]
+__all__ = ["decode", "is_finite", "parsed", "replaced"]
 
 _MAPPINGS = (Mapping, dict)
 _UNIONS = (Union, types.UnionType)
+
+
+def parsed(parse: Callable[..., Any], text: str | bytes) -> Any:
+    """What `json.loads` or `tomllib.loads` makes of a text; every failure is a ValueError, deep nesting too."""
+    try:
+        return parse(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def is_finite(value: object) -> bool:
+    """True for a number that a float can hold: neither NaN nor infinite, and no bool."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int of hundreds of digits
+        return False
 
 
 def decode(kind: Any, value: Any, where: str, error: type[Exception]) -> Any:
@@ -70,7 +87,7 @@ def _decode_optional(kind: Any, value: Any, where: str, error: type[Exception]) 
 
 
 def _expect(kind: type, value: Any, where: str, error: type[Exception]) -> None:
-    right = isinstance(value, (int, float) if kind is float else kind)
+    right = is_finite(value) if kind is float else isinstance(value, kind)
     if not right or (isinstance(value, bool) and kind is not bool):
         raise error(f"{where} is {value!r:.80}; expected {_NAMES.get(kind, f'a {kind.__name__.lower()}')}")
 
@@ -78,7 +95,7 @@ def _expect(kind: type, value: Any, where: str, error: type[Exception]) -> None:
 _NAMES = {
     str: "a string",
     int: "a whole number",
-    float: "a number",
+    float: "a finite number",
     bool: "true or false",
     dict: "an object",
     list: "a list",

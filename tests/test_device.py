@@ -271,3 +271,23 @@ def test_a_figure_is_a_float_that_remembers_its_source() -> None:
         assert (twin, twin.source, twin.assumed) == (2.0, "data sheet", False)
     series = copy.deepcopy(Series((1.0, 0.5), assumed=True))
     assert (series, series.assumed) == ((1.0, 0.5), True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("value = 1.55", "value = 1" + 400 * "0", r"power\.idle_w is 1000+; expected a finite number"),
+        (
+            "[units.cpu]",
+            "deep = " + 100_000 * "[" + "\n[units.cpu]",
+            "not valid TOML: it is nested too deeply",
+        ),
+        ('kind = "board"', 'kind = "board"\nmixed = [{ a = 1 }, 2]', "mixed is an unknown field"),
+    ],
+    ids=["huge", "deep", "mixed"],
+)
+def test_absurd_toml_is_an_error_that_names_the_file(old: str, new: str, message: str) -> None:
+    assert old in PI
+    with pytest.raises(UsageError, match=f"pi.toml.*{message}") as refused:
+        parse_device(PI.replace(old, new, 1), "pi", "pi.toml")
+    assert len(str(refused.value)) < 300

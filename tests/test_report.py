@@ -419,7 +419,7 @@ def test_a_trace_cut_off_in_a_line_is_read_up_to_there(
         (
             '"power_w":3.0',
             '"power_w":"hot"',
-            r"profile\.jsonl, line 2: sample\.power_w is 'hot'; expected a number",
+            r"profile\.jsonl, line 2: sample\.power_w is 'hot'; expected a finite number",
         ),
         (
             '"record":"sample"',

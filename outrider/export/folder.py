@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.errors import CheckpointError, TokenizerError
 from outrider.export.tokenizer_files import TokenizerFiles, known_end_ids
+from outrider.records import parsed
 
 __all__ = ["read_json", "tokenizer_from_folder"]
 
@@ -16,7 +17,7 @@ __all__ = ["read_json", "tokenizer_from_folder"]
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON table. Raises CheckpointError when the file is missing or damaged."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parsed(json.loads, path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:

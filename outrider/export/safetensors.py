@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from outrider.errors import CheckpointError
 from outrider.quantize.ggml import dequantize
 from outrider.quantize.schemes import RawBlocks
+from outrider.records import parsed
 
 __all__ = ["SafetensorsStore", "shards_of"]
 
@@ -86,7 +87,7 @@ def shards_of(folder: Path) -> list[Path]:
     index, single = folder / INDEX, folder / "model.safetensors"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(parsed(json.loads, index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise CheckpointError(f"{index} is damaged; download the checkpoint again") from None
         missing = [name for name in names if not (folder / Path(name).name).is_file()]
@@ -120,7 +121,7 @@ def _read_header(data: mmap.mmap, shard: int, name: str) -> dict[str, _Entry]:
             "it is cut off or no safetensors file"
         )
     try:
-        header: Any = json.loads(data[8 : 8 + size])
+        header: Any = parsed(json.loads, data[8 : 8 + size])
     except ValueError as error:
         raise CheckpointError(f"{name} has a damaged header ({error}); download it again") from None
     if not isinstance(header, dict):

@@ -13,7 +13,7 @@ from outrider.contracts import as_json
 from outrider.lines import SCHEMA_VERSION, check_header
 from outrider.power.intervals import Interval
 from outrider.power.profile_trace import ProfileError, Settings
-from outrider.records import decode, replaced
+from outrider.records import decode, parsed, replaced
 
 __all__ = ["Cell", "ErrorBudget", "Summary", "read_summary", "write_summary"]
 
@@ -118,7 +118,7 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
     """Read a summary, strictly. Raises ProfileError naming the file and the field."""
     name = Path(path).name
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = parsed(json.loads, Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ProfileError(f"cannot read the summary {path}: {error}") from None
     check_header(record if isinstance(record, dict) else {}, (KIND,), name, ProfileError)

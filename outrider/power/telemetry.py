@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, get_args
 from outrider.contracts import Clock, Method, Quantity, Reading, Scope
 from outrider.errors import TraceError
 from outrider.lines import Lines, LineWriter, read_lines
+from outrider.records import is_finite
 
 __all__ = ["Batch", "Telemetry", "TelemetryError", "TelemetryWriter", "read_telemetry"]
 
@@ -129,11 +130,11 @@ def _batch(record: Mapping[str, Any], where: str) -> Batch:
     if not isinstance(readings, list):
         raise TelemetryError(f"{where} has no list `readings`")
     periods = record.get("periods", {})
-    if not isinstance(periods, dict) or not all(_is_number(p) and p > 0 for p in periods.values()):
+    if not isinstance(periods, dict) or not all(is_finite(p) and p > 0 for p in periods.values()):
         raise TelemetryError(f"{where}: periods is {periods!r:.80}; expected seconds above 0 by source")
     parsed = [_reading(item, f"{where}, reading {i}") for i, item in enumerate(readings)]
     time_s = record.get("time_s", -math.inf)
-    if "time_s" in record and not _is_number(time_s):
+    if "time_s" in record and not is_finite(time_s):
         raise TelemetryError(f"{where}: time_s is {time_s!r}; expected a number of seconds")
     return Batch(parsed, periods, max([time_s, *(reading.time_s for reading in parsed)]))
 
@@ -147,12 +148,13 @@ def _reading(record: Any, where: str) -> Reading:
     for name, words in _WORDS.items():
         if record[name] not in words:
             raise TelemetryError(f"{where}: {name} is {record[name]!r}; known: {', '.join(words)}")
+    for name in ("source", "reason"):
+        if not isinstance(record.get(name, ""), str):
+            raise TelemetryError(f"{where}: {name} is {record[name]!r:.80}; expected text")
     value = record.get("value")
-    if not _is_number(record["time_s"]) or not (value is None or _is_number(value)):
-        raise TelemetryError(f"{where}: value is {value!r} at time_s {record['time_s']!r}; expected numbers")
+    if not is_finite(record["time_s"]) or not (value is None or is_finite(value)):
+        raise TelemetryError(
+            f"{where}: value is {value!r:.80} at time_s {record['time_s']!r:.80}; expected numbers"
+        )
     whole: dict[str, Any] = {"value": None, **record}
     return Reading(**whole)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

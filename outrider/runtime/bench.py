@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import ContextError, UsageError
+from outrider.records import parsed
 from outrider.runtime.stats import Stats
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def bench_prefill(pipeline: Pipeline, tokens: int, repeats: int) -> BenchRow:
 
 def _parse(line: str, path: Path, number: int) -> Prompt:
     try:
-        record = json.loads(line)
+        record = parsed(json.loads, line)
         category = str(record.get("category", path.stem))
         raw = "turns" not in record
         turns = [record["prompt"]] if raw else record["turns"]

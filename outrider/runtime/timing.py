@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from outrider.contracts import Costs
 from outrider.errors import BundleError
 from outrider.folders import cache_folder
 from outrider.manifest import Manifest, Timing
-from outrider.records import decode, replaced
+from outrider.records import decode, is_finite, parsed, replaced
 
 if TYPE_CHECKING:
     from outrider.runtime.load import Placement
@@ -108,7 +107,7 @@ def _side_file(manifest: Manifest, placement: Sequence[Placement]) -> Path:
 
 def _stored(path: Path) -> Timing | None:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = parsed(json.loads, path.read_text(encoding="utf-8"))
         if not isinstance(record, dict):
             raise BundleError(f"{path} holds a {type(record).__name__}, not an object")
         version, kind = record.pop("schema_version", None), record.pop("kind", None)
@@ -131,5 +130,5 @@ def _sound(measured: Mapping[str, Any]) -> bool:
     if not isinstance(verify_s, Mapping) or not isinstance(draft_s, Mapping) or "1" not in verify_s:
         return False
     seconds = [*verify_s.values(), *draft_s.values()]
-    numbers = all(isinstance(s, int | float) and math.isfinite(s) and s > 0 for s in seconds)
+    numbers = all(is_finite(s) and s > 0 for s in seconds)
     return numbers and all(str(width).isdecimal() for width in verify_s)

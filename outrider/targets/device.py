@@ -8,7 +8,6 @@ field that is missing, unknown, out of its physical range or without a source is
 from __future__ import annotations
 
 import logging
-import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from typing import Any, Literal
 
 from outrider.errors import UsageError
 from outrider.folders import cache_folder
-from outrider.records import decode
+from outrider.records import decode, is_finite, parsed
 from outrider.targets.physics import Network, Rates, ThrottlePolicy, Trip
 
 __all__ = [
@@ -363,8 +362,8 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 def parse_device(text: str, slug: str, where: str) -> Device:
     """Read a profile from TOML. Raises UsageError naming `where` and the field."""
     try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        raw = parsed(tomllib.loads, text)
+    except ValueError as error:
         raise UsageError(f"{where} is not valid TOML: {error}") from None
     if "slug" in raw:
         raise UsageError(f"{where}: slug is the file's name ({slug}); leave the field out")
@@ -382,7 +381,7 @@ def _with_figures(record: Mapping[str, Any], where: str, path: str) -> dict[str,
             found[name] = _figure(part, name, f"{where}: {place}")
         elif isinstance(part, dict):
             found[name] = _with_figures(part, where, place)
-        elif isinstance(part, list) and part and isinstance(part[0], dict):
+        elif isinstance(part, list) and part and all(isinstance(item, dict) for item in part):
             found[name] = [_with_figures(item, where, f"{place}[{i}]") for i, item in enumerate(part)]
         elif isinstance(part, int | float) and not isinstance(part, bool) and name in _RANGES:
             raise UsageError(
@@ -411,8 +410,8 @@ def _figure(part: Mapping[str, Any], name: str, place: str) -> Figure | Series:
 
 
 def _number(value: Any, place: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UsageError(f"{place} is {value!r}; expected a finite number")
+    if not is_finite(value):
+        raise UsageError(f"{place} is {value!r:.80}; expected a finite number")
     return float(value)
 
 

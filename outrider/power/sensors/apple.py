@@ -85,7 +85,7 @@ def parse_samples(data: bytes) -> tuple[list[dict[str, Any]], bytes]:
 def _parse(text: bytes) -> dict[str, Any] | None:
     try:
         sample = plistlib.loads(text.strip())
-    except (ValueError, ExpatError, plistlib.InvalidFileException, AttributeError):
+    except (ValueError, ExpatError, plistlib.InvalidFileException, AttributeError, RecursionError):
         return None
     return sample if isinstance(sample, dict) else None
 
