@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from outrider.contracts import Reading
 from outrider.power.monitor import Monitor, open_telemetry
+from outrider.power.sensors.replay import Replay
 from outrider.power.state import State
 from outrider.power.telemetry import TelemetryError, TelemetryWriter, read_telemetry
 from outrider.targets.fake import VirtualClock
@@ -293,3 +294,41 @@ def test_damage_met_during_a_replay_is_reported_and_never_repeats_old_figures_as
     seen = states(monitor, clock, [1.0] * 6)
     assert seen[-1].die_c is None
     assert any("line 3" in reading.reason for reading in monitor.readings()) or "line 3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("41.5", "1" + 400 * "0", "expected numbers"),
+        ('"time_s":3.0', '"time_s":1' + 400 * "0", "expected numbers"),
+        ('"thermal:cpu"', "5", "source is 5; expected text"),
+        ('"value":41.5', '"value":41.5,"reason":{}', "reason is {}; expected text"),
+        ('{"readings"', 100_000 * '{"a":', "line 2 is not JSON .it is nested too deeply"),
+    ],
+    ids=["huge-value", "huge-time", "source", "reason", "deep"],
+)
+def test_a_line_of_absurd_json_is_an_error_that_names_it(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    path = write(tmp_path / "t.jsonl", [heat(41.5, 3.0)])
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(TelemetryError, match=message) as refused:
+        list(read_telemetry(path))
+    assert len(str(refused.value)) < 400 + len(str(path))
+
+
+def test_what_stands_before_a_damaged_line_is_played_back_before_the_damage_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [heat(41.5, 3.0)], [heat(42.5, 4.0)])
+    with path.open("a") as file:
+        file.write("garbage\n{}\n")
+    clock = VirtualClock()
+    replay = Replay(read_telemetry(path), clock)
+    assert [reading.value for reading in replay.read()] == [41.5]
+    clock.now_s += 1.0
+    assert [reading.value for reading in replay.read()] == [42.5]
+    with pytest.raises(TelemetryError, match="line 4 is not JSON"):
+        replay.read()
+    assert replay.done
+    assert replay.read() == [], "it is told once"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from outrider.contracts import Clock, Method, Reading
+from outrider.errors import TraceError
 from outrider.power.telemetry import Batch, Telemetry
 
 __all__ = ["Replay"]
@@ -36,6 +37,7 @@ class Replay:
         self._due_s: float | None = None  # when it is due: trace time + offset
         self._offset_s = 0.0  # brings the trace's first line to 0
         self._start_s = start_s
+        self._damage: TraceError | None = None  # told when all before it has been given
         self._take()
 
     def read(self) -> list[Reading]:
@@ -52,12 +54,20 @@ class Replay:
                 self.periods.setdefault(reading.source, DEFAULT_PERIOD_S)
                 readings.append(self._shifted(reading, self._start_s))
             self._take()
+        if self._damage is not None and not readings:
+            damage, self._damage = self._damage, None
+            raise damage
         return readings
 
     def _take(self) -> None:
         """Look at the next line. It is due when it was written, and in its turn."""
         self._ahead = None
-        self._ahead = next((batch for batch in self._batches if batch.readings), None)
+        try:
+            self._ahead = next((batch for batch in self._batches if batch.readings), None)
+        except TraceError as error:
+            if self._due_s is None:
+                raise
+            self._damage = error
         if self._ahead is None:
             self.done = True
             return
