@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from outrider.cli import record as record_cli
 from outrider.cli.doctor import UNITS, describe_telemetry
@@ -276,3 +277,16 @@ def test_doctor_as_text_and_json(run_main: Callable[..., Any]) -> None:
     found = json.loads(out)["telemetry"]
     assert {"readings", "state", "absent"} == set(found)
     assert all(reading["value"] is not None or reading["reason"] for reading in found["readings"])
+
+
+@pytest.mark.parametrize("option", ["--seconds", "--interval"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_no_number_without_end_is_taken_and_an_older_trace_stays(
+    tmp_path: Path, option: str, value: str
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("older")
+    done = CliRunner().invoke(record_cli.command, ["-o", str(path), option, value])
+    assert done.exit_code == 2
+    assert f"{value} is not a finite number" in done.output
+    assert path.read_text() == "older"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cli.options import (
+    FiniteRange,
     ProgressBar,
     existing_bundle,
     json_option,
@@ -39,14 +40,14 @@ __all__ = ["command"]
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0.1),
+    type=FiniteRange(min=0.1),
     default=6.0,
     show_default=True,
     help="Measure each width and drafter for so many seconds.",
 )
 @click.option(
     "--rest",
-    type=click.FloatRange(min=0.1),
+    type=FiniteRange(min=0.1),
     default=10.0,
     show_default=True,
     help="Measure the machine at rest for so many seconds, before and after.",

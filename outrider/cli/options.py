@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from outrider.runtime.pipeline import Pipeline
 
 __all__ = [
+    "FiniteRange",
     "ProgressBar",
     "bundle_argument",
     "decoding_options",
@@ -37,6 +39,17 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class FiniteRange(click.FloatRange):
+    """A float within bounds; NaN, which no bound keeps out, and infinity are refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number, or a usage error that names the option."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 def existing_bundle(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:

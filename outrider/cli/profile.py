@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cli.options import (
+    FiniteRange,
     ProgressBar,
     json_option,
     loading_from,
@@ -44,12 +45,14 @@ OBJECTIVES = ("latency", "energy", "balanced")
     help="Simulate with this trace of `outrider acceptance` in place of a bundle.",
 )
 @click.option(
-    "--power-cap", "power_cap_w", type=click.FloatRange(min=0.01), help="Keep mean power below so many watts."
+    "--power-cap", "power_cap_w", type=FiniteRange(min=0.01), help="Keep mean power below so many watts."
 )
-@click.option("--temp-limit", "temp_limit_c", type=float, help="Keep the hottest silicon below so many °C.")
+@click.option(
+    "--temp-limit", "temp_limit_c", type=FiniteRange(), help="Keep the hottest silicon below so many °C."
+)
 @click.option(
     "--minutes",
-    type=float,
+    type=FiniteRange(),
     default=10.0,
     show_default=True,
     help="Decode for so many minutes in all runs together.",
@@ -85,13 +88,13 @@ OBJECTIVES = ("latency", "energy", "balanced")
 @click.option(
     "--ambient",
     "ambient_c",
-    type=float,
+    type=FiniteRange(),
     help="Simulate this ambient temperature in °C (default: 25); on a real machine it is only noted.",
 )
 @click.option(
     "--cool-down",
     "cool_down_s",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Wait at most so many seconds for the machine to cool between runs (default: 120; simulated: 1800).",
 )
 @click.option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outrider.cli.options import json_option, print_json
+from outrider.cli.options import FiniteRange, json_option, print_json
 from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ adb_option = click.option(
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     help="Record for so many seconds (default: until Ctrl-C).",
 )
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.01),
+    type=FiniteRange(min=0.01),
     default=0.1,
     show_default=True,
     help="Read no sensor again within so many seconds; slow ones keep their own pace.",
