@@ -423,3 +423,29 @@ def test_a_bundle_and_an_acceptance_trace_exclude_each_other(
     code, _, said = run_main("profile", str(tmp_path), "--acceptance", "x", "--device", "mac-m1")
     assert code == 2
     assert "not both" in said
+
+
+@pytest.mark.parametrize(
+    "limit", [{"power_cap_w": float("nan")}, {"power_cap_w": 0.0}, {"temp_limit_c": -5.0}]
+)
+def test_a_limit_that_cannot_be_kept_is_refused_before_anything_is_measured(limit: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(limit))} is"):
+        Options(**limit)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ambient_c", [float("nan"), 1e9, -300.0])
+def test_no_device_is_simulated_in_air_that_cannot_be(ambient_c: float) -> None:
+    with pytest.raises(UsageError, match=r"ambient is .* between -40 and 70"):
+        Machine(load_device("raspberry-pi-5"), ambient_c)
+
+
+def test_prompts_longer_than_three_periods_of_the_power_sensor_do_not_cost_the_joules(tmp_path: Path) -> None:
+    long = [replace(text, prompt_tokens=400) for text in TEXTS]  # some 6 s of prompt on this board
+    known = load_device("raspberry-pi-5")
+    slow = trace_rig(known, long, Machine(known, 25.0, 0))
+    trace = profile(slow, Options(ks=(0,), minutes=1.0, repeats=1, idle_s=8.0), tmp_path, "test")
+    (run,) = [run for run in trace.runs if not run.warm_up]
+    assert run.prefill_s / run.texts > 3.0
+    assert run.energy is not None
+    assert run.energy.coverage > 0.98
+    assert run.energy.gross_j == pytest.approx(6.0 * (run.end_s - run.begin_s), rel=0.3)

@@ -73,3 +73,11 @@ def test_an_unknown_scenario_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         load_scenario("nowhere.toml")
     assert Scenario("x", "host", 1.0).category_at(0.5) is None
+
+
+@pytest.mark.parametrize("duration", ["1" + 400 * "0", "nan", "inf", 100_000 * "["])
+def test_absurd_numbers_and_nesting_are_errors_that_name_the_file(tmp_path: Path, duration: str) -> None:
+    path = tmp_path / "walk.toml"
+    path.write_text(f'device = "tensor-g4"\nduration_s = {duration}\n')
+    with pytest.raises(UsageError, match=r"walk\.toml"):
+        read_scenario(path)

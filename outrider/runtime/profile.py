@@ -96,6 +96,7 @@ class Options:
         for name, (value, low, high) in bounds.items():
             if not low <= value <= high:
                 raise UsageError(f"{name} is {value}; it must be between {low:g} and {high:g}")
+        Policy(power_cap_w=self.power_cap_w, temp_limit_c=self.temp_limit_c)  # refuses what cannot be kept
         if not self.ks:
             raise UsageError("no k is given; give at least one, such as 2 or auto")
 
@@ -189,6 +190,8 @@ class _Sweep:
         self.costs: dict[str, object] = {}  # that planners have measured so far
         self._zero_s = rig.clock()
         self._last: Sample | None = None
+        if rig.machine is not None:  # sensors are read while a forward runs, as a monitor's thread does
+            rig.machine.on_step = rig.monitor.poll
 
     def run(self) -> None:
         """Baseline, warm-up, every cell in every repetition, baseline; always an end line."""

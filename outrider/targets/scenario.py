@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.errors import UsageError
-from outrider.records import decode
+from outrider.records import decode, parsed
 
 __all__ = ["SCENARIOS", "Event", "Scenario", "load_scenario", "read_scenario"]
 
@@ -19,6 +19,9 @@ _FOLDER = Path(__file__).parent / "scenarios"
 
 SCENARIOS = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 """Names of the scenarios that ship with Outrider."""
+
+AMBIENT_C = (-40.0, 70.0)
+"""What the air around a simulated device can have."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Event:
         """Refuse what cannot be."""
         bounds = {
             "at_s": (self.at_s, 0.0, 1e7),
-            "ambient_c": (self.ambient_c, -40.0, 70.0),
+            "ambient_c": (self.ambient_c, *AMBIENT_C),
             "load_w": (self.load_w, 0.0, 1000.0),
             "bandwidth_taken": (self.bandwidth_taken, 0.0, 0.95),
             "charge_w": (self.charge_w, 0.0, 500.0),
@@ -85,7 +88,7 @@ class Scenario:
         """Refuse values outside their range, and events out of order."""
         bounds = {
             "duration_s": (self.duration_s, 1e-3, 1e7),
-            "ambient_c": (self.ambient_c, -40.0, 70.0),
+            "ambient_c": (self.ambient_c, *AMBIENT_C),
             "spread": (self.spread, 0.0, 0.9),
             "power_cap_w": (self.power_cap_w, 1e-3, 10_000.0),
             "temp_limit_c": (self.temp_limit_c, 0.0, 150.0),
@@ -117,11 +120,13 @@ class Scenario:
 def read_scenario(path: str | os.PathLike[str]) -> Scenario:
     """A scenario from a TOML file. Raises UsageError naming the file and the field."""
     try:
-        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from None
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the scenario {path} cannot be read: {error}") from None
+    try:
+        raw = parsed(tomllib.loads, text)
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
     scenario: Scenario = decode(Scenario, {"name": Path(path).stem, **raw}, str(path), UsageError)
     return scenario
 

@@ -34,7 +34,7 @@ from outrider.targets.physics import (
     steady_state,
     step_temperatures,
 )
-from outrider.targets.scenario import Event
+from outrider.targets.scenario import AMBIENT_C, Event
 
 __all__ = [
     "HeldGraph",
@@ -106,6 +106,9 @@ class Machine:
         preheated_w: float = 0.0,
         jitter: float = 0.01,
     ) -> None:
+        low_c, high_c = AMBIENT_C
+        if not low_c <= ambient_c <= high_c:
+            raise UsageError(f"ambient is {ambient_c:g} °C; it must be between {low_c:g} and {high_c:g} °C")
         self.device = device
         self.clock = clock or VirtualClock()
         self.ambient_c = ambient_c
