@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isfinite
 
 import pytest
 from hypothesis import given, settings
@@ -489,3 +490,36 @@ def test_limits_of_a_real_profile_are_held_on_a_machine_that_differs_from_it():
             late.append(plant.temperatures.die_c)
     assert highest <= 71.0
     assert min(late) > 68.0
+
+
+ABSURD = st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e308, -1e308, -1.0, 0.0, 1e-300, 50.0])
+FIGURES = (
+    *("die_c", "skin_c", "headroom", "throttle", "clock_ratio", "power_w", "battery_percent"),
+    *("memory_available_mb", "memory_pressure_percent"),
+)
+TIME = st.sampled_from([0.1, 1.0, 0.0, -5.0, 1e6, -1e6, float("nan"), float("inf"), -float("inf")])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(TIME, st.dictionaries(st.sampled_from(FIGURES), ABSURD)), max_size=30),
+    st.sampled_from([None, TIMES, JOULES]),
+    st.booleans(),
+)
+def test_states_that_cannot_be_never_make_a_directive_that_cannot_be(steps, costs, known) -> None:
+    device = load_device("snapdragon-8-gen3") if known else None
+    governor, now_s = Governor(Policy("latency", 5.0, 70.0, 30.0, 1000.0), device), 0.0
+    for step_s, figures in steps:
+        found = governor.decide(State(now_s + step_s, **figures), costs)
+        now_s += step_s if isfinite(step_s) else 0.0
+        told = (found.power_w, found.cap_w, found.duty, found.k_share, found.time_to_throttle_s)
+        assert all(value is None or (isfinite(value) and value >= 0.0) for value in told)
+        assert found.duty <= 1.0
+
+
+def test_a_time_that_is_no_number_changes_nothing() -> None:
+    governor = Governor(Policy(temp_limit_c=80.0))
+    run(governor, states([70.0, 71.0, 72.0]))
+    before = governor.decide(State(3.0, die_c=73.0), TIMES)
+    for time_s in (float("nan"), float("inf"), -float("inf")):
+        assert governor.decide(State(time_s, die_c=120.0), TIMES) == before

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from math import isfinite
 from typing import Any, Literal
 
 from outrider.contracts import Costs, Limits, Objective
@@ -17,7 +18,7 @@ from outrider.errors import UsageError
 from outrider.power.draft_memory import DraftMemory
 from outrider.power.heat import ThermalEstimate, Watch, thermal_prior
 from outrider.power.power_cap import PowerCap
-from outrider.power.state import State
+from outrider.power.state import State, credible
 from outrider.power.thermal_model import ThermalModel
 from outrider.power.trip_touch import TripTouch
 from outrider.power.tuning import Gains, Tuning
@@ -182,9 +183,10 @@ class Governor:
 
     def decide(self, state: State, costs: Costs | None = None) -> Directive:
         """The directive for the next round. States come in order of time; one shown twice changes nothing."""
+        state = credible(state)
         energy = costs.energy if costs is not None else None
         dt_s = 0.0 if self._time_s is None else max(0.0, state.time_s - self._time_s)
-        if self._time_s is None or dt_s > 0.0:
+        if isfinite(state.time_s) and (self._time_s is None or dt_s > 0.0):
             self._touch_trip(state, costs)
             self._see(state, dt_s, energy is not None)
         if costs is not None and costs.verify_s:

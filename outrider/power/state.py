@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-__all__ = ["State"]
+__all__ = ["State", "credible"]
+
+_POSSIBLE = {
+    "die_c": (-40.0, 125.0),
+    "skin_c": (-40.0, 125.0),
+    "headroom": (0.0, 5.0),
+    "throttle": (0.0, 1.0),
+    "clock_ratio": (0.0, 1.0),
+    "power_w": (-2e3, 2e3),
+    "battery_percent": (0.0, 100.0),
+    "memory_available_mb": (0.0, 1e9),
+    "memory_pressure_percent": (0.0, 100.0),
+}
 
 
 @dataclass(frozen=True)
@@ -34,3 +47,17 @@ class State:
     memory_available_mb: float | None = None
     memory_pressure_percent: float | None = None
     stale: tuple[str, ...] = ()
+
+
+def credible(state: State) -> State:
+    """The same state, with every figure that cannot be true (NaN, infinite, out of range) unknown.
+
+    A `Monitor` gives no such state; one that was made by hand may be one.
+    """
+    wrong = [
+        name
+        for name, (low, high) in _POSSIBLE.items()
+        if (value := getattr(state, name)) is not None and not low <= value <= high
+    ]
+    unknown: dict[str, Any] = dict.fromkeys(wrong)
+    return replace(state, **unknown) if unknown else state
