@@ -166,3 +166,15 @@ def test_a_faulty_record_names_its_line(tmp_path: Path) -> None:
     write_trace(path, [])
     with pytest.raises(TraceError, match="holds no text"):
         read_acceptance(path)
+
+
+@pytest.mark.parametrize("field", ["prompt_tokens", "tokens"])
+def test_a_text_too_long_to_be_one_is_refused_before_it_fills_the_memory(field: str) -> None:
+    sizes = {"prompt_tokens": 3, "tokens": 1, field: 10**9}
+    with pytest.raises(UsageError, match=r"1000000000.*must be from 1 to 1000000"):
+        TraceText("chat", runs={}, **sizes)
+
+
+def test_kinds_for_no_position_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"run 'lookup' has \[0, 1\] positions"):
+        TraceText("chat", 3, 1, {"lookup": TraceRun((1,), (0,), ())})

@@ -23,6 +23,7 @@ __all__ = ["Stage", "TraceDrafter", "TraceRun", "TraceTarget", "TraceText", "cyc
 
 WRONG = 3  # the id of a draft that the target does not choose
 VOCABULARY = 4
+MOST_TOKENS = 1_000_000  # of a text; more is damage, and would fill the memory
 _LOGITS = 20.0 * np.eye(VOCABULARY, dtype=np.float32)
 
 
@@ -49,12 +50,16 @@ class TraceText:
 
     def __post_init__(self) -> None:
         """Refuse runs of another length than the text, and more accepted than drafted."""
-        if self.prompt_tokens < 1 or self.tokens < 1:
+        if not (1 <= self.prompt_tokens <= MOST_TOKENS and 1 <= self.tokens <= MOST_TOKENS):
             raise UsageError(
-                f"a text has {self.prompt_tokens} + {self.tokens} tokens; both must be at least 1"
+                f"a text has {self.prompt_tokens} + {self.tokens} tokens; both must be from 1 to {MOST_TOKENS}"
             )
         for name, run in self.runs.items():
-            lengths = {len(run.drafted), len(run.accepted), *([len(run.kind)] if run.kind else [])}
+            lengths = {
+                len(run.drafted),
+                len(run.accepted),
+                *([len(run.kind)] if run.kind is not None else []),
+            }
             if lengths != {self.tokens}:
                 raise UsageError(f"run {name!r} has {sorted(lengths)} positions; the text has {self.tokens}")
             if any(not 0 <= a <= d for a, d in zip(run.accepted, run.drafted, strict=True)):
