@@ -194,3 +194,30 @@ def test_a_bundle_is_loaded_beside_the_loop(float_bundle: Any) -> None:
             assert (await pipeline.generate(PROMPT, max_tokens=3)).stats.output_tokens
 
     asyncio.run(run())
+
+
+def test_what_a_cancelled_task_loads_is_closed_again(
+    make: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = make()
+    begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(directory: str) -> Pipeline:
+        begun.set()
+        assert go_on.wait(10)
+        return pipeline
+
+    monkeypatch.setattr("outrider.runtime.aio.load", slowly)
+    monkeypatch.setattr(pipeline, "close", closed.set)
+
+    async def main() -> None:
+        task = asyncio.create_task(AsyncPipeline.load("bundle"))
+        await asyncio.to_thread(begun.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not closed.is_set()
+        go_on.set()
+        assert await asyncio.to_thread(closed.wait, 10)
+
+    asyncio.run(main())

@@ -35,8 +35,13 @@ class AsyncPipeline:
 
     @classmethod
     async def load(cls, directory: str | os.PathLike[str], **options: Any) -> AsyncPipeline:
-        """`outrider.load` beside the event loop."""
-        return cls(await asyncio.to_thread(load, directory, **options))
+        """`outrider.load` beside the event loop; what a cancelled task loads is closed again."""
+        loading = _Loading(partial(load, directory, **options))
+        try:
+            return cls(await asyncio.to_thread(loading.run))
+        except asyncio.CancelledError:
+            loading.abandon()
+            raise
 
     async def generate(self, prompt: Prompt, **options: Any) -> Result:
         """See `Pipeline.generate`."""
@@ -92,6 +97,31 @@ class AsyncPipeline:
 
     def _on_thread(self, function: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+
+class _Loading:
+    """A pipeline that is being loaded; a thread cannot be cancelled, but what comes of it can be given up."""
+
+    def __init__(self, start: Callable[[], Pipeline]) -> None:
+        self._start, self._lock = start, threading.Lock()
+        self._pipeline: Pipeline | None = None
+        self._abandoned = False
+
+    def run(self) -> Pipeline:
+        """Load it."""
+        pipeline = self._start()
+        with self._lock:
+            self._pipeline = pipeline
+            if self._abandoned:
+                pipeline.close()
+        return pipeline
+
+    def abandon(self) -> None:
+        """Close it, as soon as it is there."""
+        with self._lock:
+            self._abandoned = True
+            if self._pipeline is not None:
+                self._pipeline.close()
 
 
 class _Worker:
