@@ -43,14 +43,15 @@ __all__ = ["command"]
 @click.option(
     "--acceptance",
     type=click.Path(path_type=Path),
-    help="Decode the texts of this trace of `outrider acceptance`, in place of a bundle.",
+    help="Decode the texts of this trace of `outrider acceptance`, in place of a bundle, with models of the sizes"
+    " of Qwen2.5-Coder 1.5B and 0.5B.",
 )
 @click.option(
     "--policies",
     default="plain,best-fixed,governed",
     show_default=True,
-    help="Compare these, with commas between: plain, best-fixed, governed, auto (not governed), k=N, DRAFTER k=N;"
-    " 'unpaced' behind one leaves its pauses out.",
+    help="Compare these, with commas between: plain, best-fixed (every fixed k is tried), governed,"
+    " auto (not governed), k=N, DRAFTER k=N; 'unpaced' behind one leaves its pauses out.",
 )
 @click.option(
     "--max-tokens",

@@ -145,11 +145,12 @@ def _about_idle(summary: Summary) -> str:
 
 def _about_bounds(summary: Summary) -> str:
     cap, limit = summary.settings.power_cap_w, summary.settings.temp_limit_c
+    notes = []
     if cap is not None and all(cell.holds_cap is None for cell in summary.cells):
-        return f"Nothing measures power here, so nothing says whether {cap:g} W were kept."
+        notes.append(f"Nothing measures power here, so nothing says whether {cap:g} W were kept.")
     if limit is not None and all(cell.holds_limit is None for cell in summary.cells):
-        return f"No thermometer is known here, so nothing says whether {limit:g} °C were kept."
-    return ""
+        notes.append(f"No thermometer is known here, so nothing says whether {limit:g} °C were kept.")
+    return " ".join(notes)
 
 
 def table(summary: Summary) -> str:
