@@ -383,3 +383,16 @@ def test_tokens_get_gross_net_decode_and_accepted_draft_energy():
     assert each.tokens_per_wh == pytest.approx(1800.0)
     with pytest.raises(UsageError, match="at least one"):
         per_token(measured, 0)
+
+
+@pytest.mark.parametrize(
+    "absurd", [1e9, -1e6, math.nan, math.inf, 10**400], ids=["huge", "negative", "nan", "inf", "digits"]
+)
+def test_a_power_that_cannot_be_is_left_out_and_not_integrated(absurd):
+    clock = VirtualClock()
+    meter = Meter(clock)
+    meter.begin("run")
+    for step in range(101):
+        clock.now_s = 0.1 * step
+        meter.feed([power("ina:total", clock.now_s, absurd if step == 50 else 5.0)])
+    assert meter.measure(meter.end("run")).energy_j == pytest.approx(50.0)

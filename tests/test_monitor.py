@@ -524,3 +524,23 @@ def test_the_sleep_is_injected() -> None:
     assert done.wait(10)
     monitor.stop()
     assert slept[:20] == pytest.approx([0.5] * 20)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"value": "5"}, {"value": 10**400}, {"quantity": "bogus"}, {"scope": "bogus"}],
+    ids=["text", "digits", "quantity", "scope"],
+)
+def test_a_sensor_of_someone_else_that_breaks_the_contract_does_not_end_the_sampling(
+    wrong: dict[str, Any],
+) -> None:
+    class Odd:
+        name, period_s = "odd", 1.0
+
+        def read(self) -> list[Reading]:
+            return [replace(Reading("odd", "power", 5.0, "module", "instant", 0.0), **wrong)]
+
+    clock = VirtualClock()
+    monitor = Monitor([Odd(), Scripted(clock, lambda _: 50.0)], clock)
+    assert monitor.poll().die_c == 50.0
+    assert monitor.state().power_w is None

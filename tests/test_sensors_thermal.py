@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import pytest
 
 from outrider.power.sensors.cpufreq import Cpufreq, IntelThrottle
+from outrider.power.sensors.sysfs import read_number
+from outrider.power.sensors.system import System
 from outrider.power.sensors.thermal import Thermal, Trip, unit_of
 from tests.boards import CPUS, THERMAL, coolers, devfreq, intel_laptop, orin_nano, policy, zones
 from tests.sysfs import Board, board_fixture, only, reasons, values  # noqa: F401
@@ -255,3 +258,10 @@ def test_counts_that_start_again_are_no_throttling(board: Board) -> None:
     assert "started again" in reasons(sensor.read(), "throttle")["throttle:core"]
     board.remove(f"{CPUS}/cpu0/thermal_throttle/core_throttle_count")
     assert "is gone" in reasons(sensor.read(), "throttle")["throttle:core"]
+
+
+def test_a_file_without_end_is_a_reason_and_does_not_fill_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "temp").symlink_to("/dev/zero")
+    value, reason = read_number(System(root=tmp_path), tmp_path / "temp")
+    assert value is None
+    assert "/temp cannot be read: File too large" in reason

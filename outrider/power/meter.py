@@ -25,6 +25,7 @@ from statistics import median
 
 from outrider.contracts import Clock, Reading
 from outrider.errors import UsageError
+from outrider.power.monitor import plausible
 
 __all__ = [
     "TRUST",
@@ -275,7 +276,7 @@ class Meter:
         self._lock = threading.Lock()
 
     def feed(self, readings: Iterable[Reading]) -> None:
-        """Take readings; those that are neither power nor energy are ignored, NaN and None noted as missing."""
+        """Take readings of power and energy, ignore others; None and what cannot be are noted as missing."""
         with self._lock:
             for reading in readings:
                 if reading.quantity in ("power", "energy"):
@@ -285,7 +286,7 @@ class Meter:
 
     def _take(self, reading: Reading) -> None:
         value = reading.value
-        if value is None or not math.isfinite(value) or not math.isfinite(reading.time_s):
+        if value is None or not plausible(reading) or not math.isfinite(reading.time_s):
             self._missing[reading.source] = reading.reason or f"it read {value}"
             return
         key = (reading.source, reading.quantity)

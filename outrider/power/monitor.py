@@ -22,6 +22,7 @@ from outrider.power.sensors.replay import DEFAULT_PERIOD_S, Replay
 from outrider.power.sensors.system import Sensor
 from outrider.power.state import State
 from outrider.power.telemetry import read_telemetry
+from outrider.records import is_finite
 
 __all__ = ["BLOCKED_S", "STALE_PERIODS", "Monitor", "choose_power", "distill", "open_telemetry", "plausible"]
 
@@ -56,8 +57,8 @@ Listener = Callable[[Sequence[Reading]], object]
 
 def plausible(reading: Reading) -> bool:
     """True when there is a finite value within what its quantity can be (a die: -40..125 °C)."""
-    low, high = _RANGES[reading.quantity]
-    return reading.value is not None and math.isfinite(reading.value) and low <= reading.value <= high
+    low, high = _RANGES.get(reading.quantity, (1.0, 0.0))  # of an unknown quantity nothing is plausible
+    return reading.value is not None and is_finite(reading.value) and low <= reading.value <= high
 
 
 def distill(readings: Iterable[Reading], now_s: float, periods: Mapping[str, float] | None = None) -> State:

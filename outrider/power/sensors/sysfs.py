@@ -35,6 +35,8 @@ Figure = tuple[float | None, str]
 PLAUSIBLE_C = (-40.0, 125.0)
 """What a working part can have; outside are sentinels of sensors that are off, and faults."""
 
+_MOST_READS = 256  # of a file; what goes on and on is no small file of the kernel
+
 _FIXES = {
     errno.ENOENT: "is gone, or this kernel does not have it",
     errno.ENODEV: "is gone: its driver was unloaded or the device was unplugged",
@@ -57,6 +59,8 @@ def load(path: Path) -> bytes:
         parts = []
         while part := os.read(descriptor, 1 << 16):
             parts.append(part)
+            if len(parts) > _MOST_READS:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         return b"".join(parts)
     finally:
         os.close(descriptor)
