@@ -91,3 +91,9 @@ def test_the_command_writes_a_trace_that_can_be_read(tmp_path: Path, float_bundl
         assert len(row["runs"]["model"]["drafted"]) == row["tokens"] <= 8
         first = row["runs"]["model"]["accepted"]
         assert first == row["runs"]["model"]["drafted"], "the draft is the target itself"
+    recorded = (tmp_path / "a.jsonl").read_bytes()
+    code, _, err = run_main("acceptance", str(float_bundle), *words)
+    assert code == 2
+    assert "a.jsonl exists already; choose another name, or give --overwrite" in err
+    assert (tmp_path / "a.jsonl").read_bytes() == recorded
+    assert run_main("acceptance", str(float_bundle), *words, "--overwrite")[0] == 0

@@ -388,13 +388,24 @@ def test_the_command_profiles_a_simulated_device(run_main: Callable[..., Any], t
     assert text.startswith("SIMULATED: This pair reaches ")
     assert "J/token" in text
     assert all((tmp_path / "out" / name).is_file() for name in FILES)
-    code, text, _ = run_main(*words, "--json")
+    trace = tmp_path / "out" / "profile.jsonl"
+    measured = trace.read_bytes()
+    code, _, said = run_main(*words)
+    assert code == 2
+    assert f"{trace} exists already; choose another name, or give --overwrite" in said
+    assert trace.read_bytes() == measured
+    code, text, _ = run_main(*words, "--json", "--overwrite")
     assert json.loads(text)["simulated"] is True
     code, text, _ = run_main(
         "profile", "--trace", str(tmp_path / "out" / "profile.jsonl"), "-o", str(tmp_path / "b")
     )
     assert code == 0
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["report.html", "summary.json"]
+    assert run_main("profile", "--trace", str(trace), "-o", str(trace.parent))[0] == 0, "it is its own report"
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(trace.read_bytes())
+    code, _, said = run_main("profile", "--trace", str(other), "-o", str(trace.parent))
+    assert (code, "exists already" in said) == (2, True), "a report must not lie beside another run's trace"
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,26 @@ def test_record_prints_one_line_and_makes_the_trace(run_main: Callable[..., Any]
     assert set(header) == {"schema_version", "kind", "interval_s", "tool", "machine", "started"}
 
 
+@pytest.mark.parametrize("words", [(), ("--adb",), ("--adb", "0A1B")])
+def test_an_older_trace_is_never_lost_unasked(
+    run_main: Callable[..., Any], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    path = tmp_path / "old.jsonl"
+    path.write_text("older")
+    code, _, err = run_main("record", "-o", str(path), "--seconds", "0.1", *words)
+    assert code == 2
+    assert f"{path} exists already; choose another name, or give --overwrite" in err
+    assert path.read_text() == "older"
+
+
+def test_an_older_trace_is_replaced_when_asked(run_main: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    path.write_text("older")
+    code, _, err = run_main("record", "-o", str(path), "--seconds", "0.1", "--overwrite")
+    assert code == 0, err
+    assert read_telemetry(path).header["kind"] == "telemetry"
+
+
 def test_record_as_json(run_main: Callable[..., Any], tmp_path: Path) -> None:
     code, out, _ = run_main("record", "-o", str(tmp_path / "t.jsonl"), "--seconds", "0.1", "--json")
     assert code == 0

@@ -12,8 +12,10 @@ from outrider.cli.options import (
     bundle_argument,
     loading_options,
     open_pipeline,
+    overwrite_option,
     prompt_options,
     prompts_from,
+    refuse_existing,
 )
 
 __all__ = ["command"]
@@ -29,9 +31,10 @@ __all__ = ["command"]
     required=True,
     help="Write the trace to this file.",
 )
+@overwrite_option
 @prompt_options
 @loading_options
-def command(bundle: Path, out: Path, max_tokens: int, **options: Any) -> None:
+def command(bundle: Path, out: Path, overwrite: bool, max_tokens: int, **options: Any) -> None:
     """Record an acceptance trace of BUNDLE: what each drafter gets right at every position of real answers.
 
     `outrider simulate --acceptance` and `outrider profile --device NAME --acceptance` take it in place of a bundle.
@@ -39,6 +42,7 @@ def command(bundle: Path, out: Path, max_tokens: int, **options: Any) -> None:
     from outrider.lines import LineWriter
     from outrider.runtime.acceptance import record_acceptance
 
+    refuse_existing(out, overwrite)
     prompts = prompts_from(options)
     bar = ProgressBar()
     with open_pipeline(bundle, options) as pipeline:

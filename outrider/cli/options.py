@@ -30,10 +30,12 @@ __all__ = [
     "loading_from",
     "loading_options",
     "open_pipeline",
+    "overwrite_option",
     "parse_k",
     "print_json",
     "prompt_options",
     "prompts_from",
+    "refuse_existing",
     "refuse_loading",
     "sampling_from",
 ]
@@ -62,6 +64,14 @@ def existing_bundle(ctx: click.Context, parameter: click.Parameter, path: Path |
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path), callback=existing_bundle)
 json_option = click.option("--json", "as_json_text", is_flag=True, help="Print JSON instead of text.")
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace results that are there already.")
+
+
+def refuse_existing(path: Path, overwrite: bool) -> None:
+    """Refuse to replace a file unless --overwrite is given; a device such as /dev/null holds nothing to lose."""
+    if not overwrite and path.is_file():
+        raise UsageError(f"{path} exists already; choose another name, or give --overwrite")
+
 
 _LOADING = [
     click.option(

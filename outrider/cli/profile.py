@@ -16,8 +16,10 @@ from outrider.cli.options import (
     loading_from,
     loading_options,
     open_pipeline,
+    overwrite_option,
     parse_k,
     print_json,
+    refuse_existing,
     refuse_loading,
 )
 from outrider.errors import UsageError
@@ -117,6 +119,7 @@ OBJECTIVES = ("latency", "energy", "balanced")
     show_default=True,
     help="Write the results into this folder.",
 )
+@overwrite_option
 @loading_options
 @json_option
 def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
@@ -127,14 +130,18 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
     from importlib.metadata import version
 
     from outrider.power.profile_trace import read_profile
-    from outrider.runtime.profile import profile
+    from outrider.runtime.profile import TRACE, profile
 
     folder, bar, recorded = options.pop("output"), ProgressBar(), options.pop("trace")
+    overwrite = options.pop("overwrite")
     if recorded is not None:
         if bundle is not None:
             raise UsageError("--trace reads what was measured before; leave the bundle out")
+        if not _same(recorded, folder / TRACE):
+            refuse_existing(folder / TRACE, overwrite)
         _finish(read_profile(recorded), folder, as_json_text)
         return
+    refuse_existing(folder / TRACE, overwrite)
     with ExitStack() as stack:
         rig = _rig(bundle, options, stack)
         wanted = _options(rig, options)
@@ -145,6 +152,10 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
     _finish(trace, folder, as_json_text)
     if trace.partial:
         click.get_current_context().exit(130)
+
+
+def _same(trace: Path, other: Path) -> bool:
+    return trace.exists() and other.exists() and trace.samefile(other)
 
 
 def _finish(trace: ProfileTrace, folder: Path, as_json_text: bool) -> None:

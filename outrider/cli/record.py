@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outrider.cli.options import FiniteRange, json_option, print_json
+from outrider.cli.options import FiniteRange, json_option, overwrite_option, print_json, refuse_existing
 from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
@@ -47,9 +47,15 @@ adb_option = click.option(
     help="Read no sensor again within so many seconds; slow ones keep their own pace.",
 )
 @adb_option
+@overwrite_option
 @json_option
 def command(
-    output: Path, seconds: float | None, interval: float, adb: str | None, as_json_text: bool
+    output: Path,
+    seconds: float | None,
+    interval: float,
+    adb: str | None,
+    overwrite: bool,
+    as_json_text: bool,
 ) -> None:
     """Record power, heat, clocks and memory into a trace, to be played back with --telemetry.
 
@@ -62,6 +68,7 @@ def command(
     from outrider.power.monitor import Monitor
     from outrider.power.recorder import record
 
+    refuse_existing(output, overwrite)
     sensors = sensors_of(adb)
     if not sensors:
         raise OutriderError(

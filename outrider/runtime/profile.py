@@ -41,7 +41,7 @@ from outrider.runtime.rig import Rig, Text
 from outrider.runtime.rounds import Request, Round
 from outrider.runtime.run_meter import RunMeter, RunWork
 
-__all__ = ["FILES", "Cell", "Options", "cells_of", "finish", "profile"]
+__all__ = ["FILES", "TRACE", "Cell", "Options", "cells_of", "finish", "profile"]
 
 GATE_C = 2.0  # the machine has cooled down when it is so near to where it began
 SAMPLE_S = 0.1  # between samples in the trace, at least
