@@ -45,10 +45,11 @@ def test_a_touch_that_cost_joules_is_undone_and_not_tried_again():
     assert set(walk(touch, 125.0, 300, 0.1, 1.0, 0.2)) == {0.0}
 
 
-def test_a_clock_that_does_not_fall_is_not_waited_for_for_ever():
-    shifts = walk(TripTouch(True, TUNING), 0.0, 300, 0.1, 1.0, 0.2)
-    assert shifts[1] == TUNING.touch_c
-    assert set(shifts[100:]) == {0.0}
+@pytest.mark.parametrize(("below_c", "patience_s"), [(-0.1, 20), (0.1, 300)])
+def test_a_clock_that_does_not_fall_is_not_waited_for_for_ever(below_c, patience_s):
+    shifts = walk(TripTouch(True, TUNING), 0.0, 500, below_c, 1.0, 0.2)
+    assert shifts[patience_s - 5] == TUNING.touch_c
+    assert set(shifts[patience_s + 5 :]) == {0.0}
 
 
 @pytest.mark.parametrize(("clock", "plain_j"), [(None, 0.2), (1.0, None)])
@@ -77,4 +78,4 @@ def test_only_a_device_that_throttles_at_the_very_limit_is_let_touch_it():
 
 
 def test_the_shift_stays_far_within_the_degree_that_is_promised():
-    assert TUNING.touch_c - TUNING.skin.margin_c <= 0.3
+    assert TUNING.touch_c - TUNING.skin.margin_c <= 0.5

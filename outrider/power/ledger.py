@@ -14,7 +14,8 @@ __all__ = ["Ledger"]
 _AHEAD_S = 3.0  # a steady pace levels the window out within this
 _LEAST_SHARE = 0.2  # of the power above rest: a steady pace never falls below
 _TRUST = 0.5  # of a difference between meter and estimate that is no larger than usual
-_UNSURE = 0.06  # of a cap, kept while no window has been metered yet
+_UNSURE = 0.06  # of a cap, kept while nothing has been metered yet,
+_SURE_S = 40.0  # and less and less until so much time has
 _SPARE = 0.25  # of the usual difference between meter and estimate, kept below the cap
 _POINTS = 64  # are forgotten at once, when they are older than two windows
 
@@ -125,7 +126,7 @@ class Ledger:
         if not self._times:
             return 0.0
         now_s, rest_w = self._times[-1], rest_w + self.extra_w
-        cap_w *= 1.0 - _UNSURE * max(0.0, 1.0 - self.metered_s / (2.0 * self.window_s))
+        cap_w *= 1.0 - _UNSURE * max(0.0, 1.0 - self.metered_s / _SURE_S)
         cap_w -= _SPARE * self._noise_w
         needed_j = (work_w + self.extra_w) * min(work_s, self.window_s)
 

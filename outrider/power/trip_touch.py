@@ -35,6 +35,9 @@ class TripTouch:
         self._tuning = tuning
         self._stage = _Stage.COOL if active else _Stage.REFUSED
         self._since_s = 0.0  # of the stage, or of the last drop of the clock
+        self._at_trip_s = self._seen_s = (
+            0.0  # time spent at the trip in this stage; when that was last counted
+        )
         self._before: tuple[float, float] = (1.0, 0.0)  # clock and joules before the touch
         self._clock = 1.0  # the lowest since
 
@@ -47,7 +50,7 @@ class TripTouch:
             self._begin(_Stage.TOUCHING, time_s)
             self._before, self._clock = (clock, plain_j), clock
         elif self._stage is _Stage.TOUCHING:
-            self._touch(time_s, clock)
+            self._touch(time_s, below_c, clock)
         elif self._stage is _Stage.JUDGING and time_s - self._since_s >= tuning.touch_judged_s:
             paid = plain_j <= self._before[1]
             self._begin(_Stage.SETTLED if paid else _Stage.LEAVING, time_s)
@@ -58,14 +61,19 @@ class TripTouch:
         shifts = {_Stage.TOUCHING: tuning.touch_c, _Stage.LEAVING: -tuning.touch_cool_c}
         return shifts.get(self._stage, 0.0)
 
-    def _touch(self, time_s: float, clock: float) -> None:
-        """Stay until the clock has fallen and falls no more, or does not fall at all."""
+    def _touch(self, time_s: float, below_c: float, clock: float) -> None:
+        """Stay until the clock has fallen and falls no more, or does not fall at the trip, or that is not reached."""
         if clock < 0.99 * self._clock:
             self._clock, self._since_s = clock, time_s
-        fallen = self._clock < 0.99 * self._before[0]
-        patience_s = self._tuning.touch_settled_s if fallen else self._tuning.touch_longest_s
-        if time_s - self._since_s >= patience_s:
-            self._begin(_Stage.JUDGING if fallen else _Stage.SETTLED, time_s)
+        self._at_trip_s += time_s - self._seen_s if below_c <= 0.0 else 0.0
+        self._seen_s = time_s
+        tuning = self._tuning
+        if self._clock < 0.99 * self._before[0]:
+            if time_s - self._since_s >= tuning.touch_settled_s:
+                self._begin(_Stage.JUDGING, time_s)
+        elif self._at_trip_s >= tuning.touch_trip_s or time_s - self._since_s >= tuning.touch_longest_s:
+            self._begin(_Stage.SETTLED, time_s)
 
     def _begin(self, stage: _Stage, time_s: float) -> None:
         self._stage, self._since_s = stage, time_s
+        self._at_trip_s, self._seen_s = 0.0, time_s

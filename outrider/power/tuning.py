@@ -56,9 +56,10 @@ class Tuning:
     the time to the limit every `model_period_s`. From the level `saving_level` on (0 nominal .. 3 critical,
     4 never) the objective is energy.
 
-    A device that throttles at its body's limit is let touch it (`power.trip_touch`) from `touch_from_c` below, aiming
-    `touch_c` above the usual target, until the clock has not fallen for `touch_settled_s` (or not at all in
-    `touch_longest_s`). After `touch_judged_s` its joules are compared. `touch_cool_c` below, throttling has let go.
+    A device that throttles at its body's limit is let touch it (`power.trip_touch`) from `touch_from_c` below,
+    aiming `touch_c` above the usual target, until the clock has not fallen for `touch_settled_s`, or not at all in
+    `touch_trip_s` at the trip, or the trip is not reached in `touch_longest_s`. After `touch_judged_s` its
+    joules are compared. `touch_cool_c` below, throttling has let go.
 
     Without energy figures hot drafts at most `hot_share` of the cool k, critical at most `critical_k`.
     `least_duty` is the least share of time worked; critical without a regulator works `critical_duty`.
@@ -101,9 +102,10 @@ class Tuning:
     )
     model_period_s: float = 1.0
     touch_from_c: float = 0.3
-    touch_c: float = 0.2
+    touch_c: float = 0.4
     touch_settled_s: float = 8.0
-    touch_longest_s: float = 60.0
+    touch_trip_s: float = 20.0
+    touch_longest_s: float = 300.0
     touch_judged_s: float = 60.0
     touch_cool_c: float = 3.0
     saving_level: int = 3
