@@ -339,6 +339,17 @@ class Steady:
         return [Reading("steady:in", "power", 5.0, "module", "instant", time.monotonic())]
 
 
+class Quiet:
+    """A power sensor that may not be read."""
+
+    name = "quiet"
+    period_s = 0.02
+
+    def read(self) -> list[Reading]:
+        why = "permission denied; sudo chmod a+r it"
+        return [Reading("quiet:in", "power", None, "module", "instant", time.monotonic(), why)]
+
+
 def test_a_real_meter_gives_joules_a_token(pipeline: Any, tmp_path: Path) -> None:
     mine = host_rig(pipeline)
     mine.monitor = Monitor([Steady()], interval_s=0.02)
@@ -355,6 +366,39 @@ def test_a_real_meter_gives_joules_a_token(pipeline: Any, tmp_path: Path) -> Non
     assert summary.error_budget is not None
     assert summary.error_budget.trust == "module or device input"
     assert summary.headline.startswith("This pair reaches ")
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        (
+            {"power_cap_w": 6.0},
+            r"power_cap_w is 6, but nothing here tells power \(quiet:in: permission denied",
+        ),
+        ({"temp_limit_c": 70.0}, r"temp_limit_c is 70, but nothing here tells temperature; leave it out"),
+    ],
+)
+def test_a_limit_that_nothing_here_measures_is_refused_as_generate_does(
+    pipeline: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: dict[str, float],
+    told: str,
+) -> None:
+    monkeypatch.setattr("outrider.runtime.profile.SETTLE_S", 0.3)
+    mine = host_rig(pipeline)
+    mine.monitor = Monitor([Quiet()], interval_s=0.02)
+    with mine.monitor, pytest.raises(UsageError, match=told):
+        profile(mine, replace(SHORT, **limit), tmp_path / "out", "0.1")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists(), "nothing is begun"
+
+
+def test_a_cap_is_taken_where_power_is_measured(pipeline: Any, tmp_path: Path) -> None:
+    mine = host_rig(pipeline)
+    mine.monitor = Monitor([Steady()], interval_s=0.02)
+    options = Options(ks=(0,), minutes=0.005, repeats=1, warm_up_s=0.0, idle_s=0.0, power_cap_w=6.0)
+    with mine.monitor:
+        assert profile(mine, options, tmp_path, "0.1").header.settings.power_cap_w == 6.0
 
 
 def test_without_a_bound_nothing_but_the_device_holds_a_setting_back(tmp_path: Path) -> None:

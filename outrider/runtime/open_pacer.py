@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outrider.power.monitor import Monitor
     from outrider.targets.device import Device
 
-__all__ = ["Governing", "footprint_mb", "open_pacer"]
+__all__ = ["Governing", "footprint_mb", "open_pacer", "refuse_unmeasurable"]
 
 PLAIN_LENGTH = 256  # tokens of context behind which a plain forward is typical
 POLL_S = 0.05  # sensors are not looked at more often, however short the rounds
@@ -94,7 +94,7 @@ def open_pacer(
     device = _device(governing)
     monitor, owned = _monitor(governing)
     state = monitor.poll()
-    _refuse_unmeasurable(governing, monitor.readings(), state)
+    refuse_unmeasurable(governing.policy, monitor.readings())
     if not (governing.governor or governing.given or _tells_heat(state)):
         monitor.stop()
         return None
@@ -172,8 +172,11 @@ def _tells_heat(state: State) -> bool:
     return any(value is not None for value in (state.die_c, state.skin_c, state.headroom, state.throttle))
 
 
-def _refuse_unmeasurable(governing: Governing, readings: Sequence[Reading], state: State) -> None:
-    """A limit that nothing measures would be dropped in silence. Of a trace, the first readings count."""
+def refuse_unmeasurable(policy: Policy, readings: Sequence[Reading]) -> None:
+    """Raise UsageError for a limit that nothing measures: it would be dropped in silence.
+
+    Of a trace, the first readings count.
+    """
     told = {reading.quantity for reading in readings if reading.value is not None}
     needs = [
         ("power_cap_w", {"power", "energy"}, "power"),
@@ -181,7 +184,7 @@ def _refuse_unmeasurable(governing: Governing, readings: Sequence[Reading], stat
         ("battery_floor_percent", {"battery"}, "the charge of a battery"),
     ]
     for name, quantities, what in needs:
-        value = getattr(governing, name)
+        value = getattr(policy, name)
         if value is not None and not quantities & told:
             silent = [r for r in readings if r.quantity in quantities and r.reason]
             why = f" ({silent[0].source}: {silent[0].reason})" if silent else ""

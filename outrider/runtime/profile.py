@@ -36,6 +36,7 @@ from outrider.power.report import write_report
 from outrider.power.state import State
 from outrider.power.summarise import summarise
 from outrider.power.summary import Summary, write_summary
+from outrider.runtime.open_pacer import refuse_unmeasurable
 from outrider.runtime.planner import Planner
 from outrider.runtime.rig import Rig, Text
 from outrider.runtime.rounds import Request, Round
@@ -96,9 +97,14 @@ class Options:
         for name, (value, low, high) in bounds.items():
             if not low <= value <= high:
                 raise UsageError(f"{name} is {value}; it must be between {low:g} and {high:g}")
-        Policy(power_cap_w=self.power_cap_w, temp_limit_c=self.temp_limit_c)  # refuses what cannot be kept
+        _ = self.policy  # refuses what cannot be kept
         if not self.ks:
             raise UsageError("no k is given; give at least one, such as 2 or auto")
+
+    @property
+    def policy(self) -> Policy:
+        """What every run must keep. Raises UsageError for what no machine can."""
+        return Policy(power_cap_w=self.power_cap_w, temp_limit_c=self.temp_limit_c)
 
 
 def cells_of(options: Options, known: Sequence[str]) -> list[Cell]:
@@ -126,9 +132,12 @@ def profile(
     """Sweep, and write `profile.jsonl` into `folder`, line by line; returns what was written.
 
     An interrupt (Ctrl-C) ends it early: what was measured is kept, and the trace says that it is partial.
-    Raises UsageError for a drafter that is not there, ProfileError when the disk is full.
+    Raises UsageError for a drafter that is not there, and on a real machine for a cap or a limit that nothing
+    measures; ProfileError when the disk is full.
     """
     cells = cells_of(options, list(rig.drafters))
+    if not rig.simulated:
+        _refuse_unmeasurable(rig, options.policy)
     _make(folder)
     run_s = 60.0 * options.minutes / (len(cells) * options.repeats)
     settings = Settings(
@@ -154,6 +163,19 @@ def finish(trace: ProfileTrace, folder: Path) -> Summary:
     write_summary(summary, folder / SUMMARY)
     write_report(folder / REPORT, summary, trace)
     return summary
+
+
+def _refuse_unmeasurable(rig: Rig, policy: Policy) -> None:
+    """As `generate` does it; sensors that are read in a thread, or slowly, get a moment to speak first."""
+    end = rig.clock() + SETTLE_S
+    while True:
+        rig.monitor.poll()
+        try:
+            return refuse_unmeasurable(policy, rig.monitor.readings())
+        except UsageError:
+            if rig.clock() >= end:
+                raise
+        rig.sleep(0.1)
 
 
 def _make(folder: Path) -> None:
