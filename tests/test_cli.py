@@ -18,9 +18,11 @@ from click.testing import CliRunner, Result
 
 import outrider
 from outrider.cli import COMMANDS, cli
+from outrider.cli.generate import summary
 from outrider.contracts import Reading
 from outrider.manifest import verify
 from outrider.power.telemetry import TelemetryWriter
+from outrider.runtime.stats import Stats
 
 FOX = "the quick brown fox jumps over"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -237,7 +239,10 @@ def test_generate_under_recorded_heat_gives_the_same_text_and_a_decision_log(
     words = ["generate", str(quantized_bundle), "-p", FOX, "-n", "24", "--threads", "1"]
     heat = ["--telemetry", str(tmp_path / "hot.jsonl"), "--temp-limit", "70", "--objective", "energy"]
     done = invoke(*words, *heat, "--governor-log", str(tmp_path / "log.jsonl"))
-    assert done.stdout == invoke(*words, "--no-governor").stdout
+    free = invoke(*words, "--no-governor")
+    assert done.stdout == free.stdout
+    assert re.search(r"(; paused \d+\.\d s to keep its limits)?; level (hot|critical)\]", done.stderr)
+    assert "level" not in free.stderr
     header, first, *_ = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
     assert (header["kind"], header["policy"]["objective"]) == ("governor", "energy")
     assert first["directive"]["level"] == "hot"
@@ -248,6 +253,25 @@ def test_generate_writes_a_trace(quantized_bundle: Path, tmp_path: Path) -> None
     words = ["generate", str(quantized_bundle), "-p", FOX, "-n", "8", "--threads", "1", "--trace", str(trace)]
     assert invoke(*words).exit_code == 0
     assert json.loads(trace.read_text().splitlines()[0])["kind"] == "decode"
+
+
+@pytest.mark.parametrize(
+    ("stats", "told"),
+    [
+        (Stats(rounds=1), "[0 tokens in 1 rounds]"),
+        (Stats(rounds=1, level="nominal", paced_s=0.01), "[0 tokens in 1 rounds]"),
+        (
+            Stats(rounds=1, level="hot", paced_s=3.24),
+            "[0 tokens in 1 rounds; paused 3.2 s to keep its limits; level hot]",
+        ),
+        (
+            Stats(rounds=1, level="nominal", paced_s=3.24),
+            "[0 tokens in 1 rounds; paused 3.2 s to keep its limits]",
+        ),
+    ],
+)
+def test_the_summary_tells_what_the_governor_did_when_it_did_something(stats: Stats, told: str) -> None:
+    assert summary(stats) == told
 
 
 def test_chat_answers_each_line_and_keeps_the_conversation(quantized_bundle: Path) -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["command", "summary"]
 
+LEAST_PAUSE_S = 0.05  # in all, below which it would print as 0.0
+
 
 @click.command(name="generate")
 @bundle_argument
@@ -93,4 +95,8 @@ def summary(stats: Stats) -> str:
         parts.append(f"prompt {stats.prompt_tokens} at {stats.prompt_tokens_per_s:.0f} tokens/s")
     if stats.acceptance is not None:
         parts.append(f"acceptance {stats.acceptance:.2f} ({stats.accepted} of {stats.evaluated})")
+    if stats.paced_s >= LEAST_PAUSE_S:
+        parts.append(f"paused {stats.paced_s:.1f} s to keep its limits")
+    if stats.level not in (None, "nominal"):
+        parts.append(f"level {stats.level}")
     return "[" + "; ".join(parts) + "]"
