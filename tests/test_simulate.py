@@ -230,6 +230,50 @@ def test_the_command_compares_policies(
     assert "timeline" not in run
 
 
+@pytest.mark.parametrize(
+    ("policies", "kept"),
+    [("plain,k=2,governed", ["plain", "k=2"]), ("plain,k=2,best-fixed", ["plain", "k=2"])],
+)
+def test_ctrl_c_keeps_the_policies_that_are_finished(
+    run_main: Callable[..., Any],
+    trace: Path,
+    day: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policies: str,
+    kept: list[str],
+) -> None:
+    original, begun = simulate.run_policy, []
+
+    def run(*arguments: Any, **options: Any) -> PolicyRun:
+        begun.append(arguments)
+        if len(begun) == (3 if "governed" in policies else 5):  # in the middle of best-fixed
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(simulate, "run_policy", run)
+    words = ["--scenario", day, "--acceptance", str(trace), "--policies", policies, "-o", str(tmp_path)]
+    code, text, err = run_main("simulate", *words)
+    assert code == 130
+    assert "Interrupted: partial, with 2 of 3 policies finished." in err
+    record = json.loads((tmp_path / "simulation.json").read_text())
+    assert (record["partial"], [run["policy"] for run in record["runs"]]) == (True, kept)
+    assert [line.split()[0] for line in text.splitlines()[2:]] == kept
+
+
+def test_ctrl_c_before_any_policy_is_finished_writes_nothing(
+    run_main: Callable[..., Any], trace: Path, day: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: Any, **__: Any) -> PolicyRun:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulate, "run_policy", run)
+    words = ["--scenario", day, "--acceptance", str(trace), "-o", str(tmp_path / "out")]
+    code, text, _ = run_main("simulate", *words)
+    assert (code, text) == (130, "")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_records_acceptance_from_a_bundle(
     run_main: Callable[..., Any], float_bundle: Path, tmp_path: Path
 ) -> None:

@@ -73,8 +73,9 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
     """Compare policies over a scripted day, all within the same constraints. Everything printed is simulated.
 
     What drafts get right is real: it comes from an acceptance trace, or is recorded from the bundle first.
+    Ctrl-C keeps the policies that are finished.
     """
-    from outrider.runtime.simulate import compare, format_runs
+    from outrider.runtime.simulate import Interrupted, compare, format_runs
     from outrider.targets.device import load_device
     from outrider.targets.scenario import load_scenario
 
@@ -86,14 +87,24 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
         raise UsageError("no policy is given; give at least one, such as governed")
     bar = ProgressBar()
     texts, costs = _texts(bundle, options, bar)
-    runs = compare(scenario, policies, texts, device=device, progress=bar, **costs)
-    bar.close()
+    partial = False
+    try:
+        runs = compare(scenario, policies, texts, device=device, progress=bar, **costs)
+    except Interrupted as interrupted:
+        runs, partial = interrupted.runs, True
+        if not runs:
+            raise
+    finally:
+        bar.close()
     if output is not None:
-        _write(output, scenario, runs)
+        _write(output, scenario, runs, partial)
     if as_json_text:
         print_json([_without_timeline(run) for run in runs])
     else:
         click.echo(format_runs(scenario, runs))
+    if partial:
+        click.echo(f"Interrupted: partial, with {len(runs)} of {len(policies)} policies finished.", err=True)
+        click.get_current_context().exit(130)
 
 
 def _texts(
@@ -138,7 +149,7 @@ def _without_timeline(run: PolicyRun) -> dict[str, Any]:
     return {name: value for name, value in run.to_dict().items() if name != "timeline"}
 
 
-def _write(folder: Path, scenario: Scenario, runs: Sequence[PolicyRun]) -> None:
+def _write(folder: Path, scenario: Scenario, runs: Sequence[PolicyRun], partial: bool) -> None:
     from outrider.contracts import as_json
     from outrider.records import replaced
 
@@ -146,6 +157,7 @@ def _write(folder: Path, scenario: Scenario, runs: Sequence[PolicyRun]) -> None:
         "schema_version": 1,
         "kind": "simulation",
         "simulated": True,
+        "partial": partial,
         "scenario": as_json(scenario),
         "runs": [run.to_dict() for run in runs],
     }

@@ -7,7 +7,7 @@ all. Everything here is simulated: nothing was measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from outrider.targets.trace_model import TraceText
 
 __all__ = [
     "FIXED_K",
+    "Interrupted",
     "PolicyRun",
     "Rule",
     "TimelinePoint",
@@ -140,6 +141,14 @@ class PolicyRun:
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for `json`."""
         return {**as_json(self), "tokens_per_s": self.tokens_per_s, "j_per_token": self.j_per_token}
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while policies were compared; `runs` are those that were finished, each whole."""
+
+    def __init__(self, runs: list[PolicyRun]) -> None:
+        super().__init__()
+        self.runs = runs
 
 
 def run_policy(
@@ -352,6 +361,7 @@ def compare(
     """One run a policy, in order; `best-fixed` tries every fixed k and gives the one with the most tokens.
 
     Of the fixed ones those that keep limit and cap (within 1 °C and 3 %) come before those that do not.
+    Raises Interrupted at Ctrl-C; a `best-fixed` of which not every k was tried is not among its runs.
     """
     drafters = list(dict.fromkeys(name for text in acceptance for name in text.runs))
     jobs: list[tuple[str, Rule]] = []
@@ -362,7 +372,17 @@ def compare(
     for number, (name, rule) in enumerate(jobs):
         if progress is not None:
             progress("simulating", number / len(jobs))
-        found.setdefault(name, []).append(run_policy(scenario, rule, acceptance, device=device, **costs))
+        try:
+            found.setdefault(name, []).append(run_policy(scenario, rule, acceptance, device=device, **costs))
+        except KeyboardInterrupt:
+            unfinished = {name for name, _ in jobs[number:]}
+            done = {name: runs for name, runs in found.items() if name not in unfinished}
+            raise Interrupted(_best(done)) from None
+    return _best(found)
+
+
+def _best(found: Mapping[str, Sequence[PolicyRun]]) -> list[PolicyRun]:
+    """Of each policy's runs the one that counts."""
     return [max(runs, key=_merit) for runs in found.values()]
 
 
