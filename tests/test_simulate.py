@@ -231,6 +231,33 @@ def test_the_command_compares_policies(
 
 
 @pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        (
+            "skin_limit_c = 43.0",
+            "skin_limit_c is 43, but Raspberry Pi 5 has no sensor of the case's temperature",
+        ),
+        ("battery_floor_percent = 20.0", "battery_floor_percent is 20, but Raspberry Pi 5 has no battery"),
+    ],
+)
+def test_a_limit_that_no_sensor_of_the_device_tells_is_refused(
+    run_main: Callable[..., Any], trace: Path, tmp_path: Path, limit: str, told: str
+) -> None:
+    path = tmp_path / "limited.toml"
+    path.write_text(f'name = "limited"\ndevice = "raspberry-pi-5"\nduration_s = 20.0\n{limit}\n')
+    code, text, err = run_main("simulate", "--scenario", str(path), "--acceptance", str(trace))
+    assert (code, text) == (2, "")
+    assert told in err
+    words = ["--device", "snapdragon-8-gen3", "--policies", "plain"]
+    assert run_main("simulate", "--scenario", str(path), "--acceptance", str(trace), *words)[0] == 0
+
+
+def test_a_limit_of_the_case_is_kept_by_an_estimate_where_nothing_tells_heat() -> None:
+    day = Scenario("d", "iphone-16-pro", 5.0, temp_limit_c=95.0, skin_limit_c=43.0, battery_floor_percent=9.0)
+    assert run_policy(day, "plain", TEXTS).tokens > 0
+
+
+@pytest.mark.parametrize(
     ("policies", "kept"),
     [("plain,k=2,governed", ["plain", "k=2"]), ("plain,k=2,best-fixed", ["plain", "k=2"])],
 )

@@ -170,6 +170,7 @@ def run_policy(
     """
     rule = parse_rule(policy) if isinstance(policy, str) else policy
     known = device or load_device(scenario.device)
+    refuse_unsensed(scenario, known)
     specimen = perturbed(known, scenario.seed, scenario.spread) if scenario.spread else known
     machine = Machine(
         specimen,
@@ -186,6 +187,27 @@ def run_policy(
     if rule.drafter is not None and rule.drafter not in rig.drafters:
         raise UsageError(f"unknown drafter {rule.drafter!r}; the trace has: {', '.join(rig.drafters)}")
     return _Day(scenario, rule, rig, known, timeline).live()
+
+
+def refuse_unsensed(scenario: Scenario, device: Device) -> None:
+    """Raise UsageError for a limit that no sensor of the device tells: a governor could not keep it.
+
+    Where nothing tells heat or power (an iPhone), the case is estimated from the profile.
+    """
+    senses = device.sensors
+    estimated = senses.die is None and senses.power is None
+    missing = {
+        "temp_limit_c": senses.die is None and not estimated and "no sensor of the die's temperature",
+        "skin_limit_c": senses.skin is None and not estimated and "no sensor of the case's temperature",
+        "battery_floor_percent": device.battery is None and "no battery",
+    }
+    for name, lack in missing.items():
+        value = getattr(scenario, name)
+        if value is not None and lack:
+            raise UsageError(
+                f"scenario {scenario.name}: {name} is {value:g}, but {device.name} has {lack};"
+                " leave it out, or take another device"
+            )
 
 
 def policy_of(scenario: Scenario) -> Policy:
