@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import outrider
 from outrider.contracts import Reading, Sampling
 from outrider.errors import UsageError
 from outrider.power.monitor import Monitor
-from outrider.power.profile_trace import ProfileError, ProfileTrace, ProfileWriter, read_profile
+from outrider.power.profile_trace import ProfileError, ProfileTrace, ProfileWriter, RunEnergy, read_profile
 from outrider.power.sensors.system import System
 from outrider.power.summarise import summarise
 from outrider.power.summary import read_summary
@@ -28,8 +29,9 @@ from outrider.runtime.profile import FILES, Cell, Options, cells_of, finish, pro
 from outrider.runtime.provenance import merged, of_bundle, of_device, of_machine
 from outrider.runtime.rig import Rig, Text, bundle_rig, host_rig, trace_rig
 from outrider.runtime.rounds import Request
-from outrider.runtime.run_meter import RunMeter
+from outrider.runtime.run_meter import RunMeter, RunWork
 from outrider.targets.device import load_device
+from outrider.targets.fake import VirtualClock
 from outrider.targets.simulated import Machine
 from tests.acceptance_texts import made_up_texts, write_texts
 from tests.full_disk import FullDisk
@@ -399,6 +401,28 @@ def test_a_cap_is_taken_where_power_is_measured(pipeline: Any, tmp_path: Path) -
     options = Options(ks=(0,), minutes=0.005, repeats=1, warm_up_s=0.0, idle_s=0.0, power_cap_w=6.0)
     with mine.monitor:
         assert profile(mine, options, tmp_path, "0.1").header.settings.power_cap_w == 6.0
+
+
+def test_a_rest_that_was_measured_is_no_reason_to_be_silent_about_runs_that_were_not() -> None:
+    clock = VirtualClock()
+    monitor = SimpleNamespace(listeners=[], periods={"slow:in": 1.0}, interval_s=1.0)
+    meter = RunMeter(SimpleNamespace(clock=clock, monitor=monitor, rest=lambda s: ()))  # type: ignore[arg-type]
+
+    def window(seconds: float, heard_s: float, **options: Any) -> RunEnergy | None:
+        meter.begin()
+        begin = clock()
+        for i in range(int(heard_s * 10) + 1):
+            monitor.listeners[0]([Reading("slow:in", "power", 5.0, "module", "instant", begin + i / 10)])
+        clock.advance(seconds)
+        return meter.end(**options)
+
+    assert window(10.0, 10.0) is not None, "the idle baseline"
+    assert meter.why_none() == ""
+    assert window(20.0, 1.0, work=RunWork()) is None
+    assert window(10.0, 10.0, work=RunWork(), warm_up=True) is not None
+    assert meter.why_none().startswith("slow:in covers only "), meter.why_none()
+    assert window(10.0, 10.0, work=RunWork()) is not None
+    assert meter.why_none() == ""
 
 
 def test_without_a_bound_nothing_but_the_device_holds_a_setting_back(tmp_path: Path) -> None:

@@ -229,6 +229,18 @@ def test_an_interrupted_run_counts_only_where_there_is_no_whole_one() -> None:
     assert found.headline.startswith("Interrupted; so far: ")
 
 
+def test_too_little_of_a_meter_is_not_told_as_none() -> None:
+    why = "pmic covers only 42% of the window, too little for a total"
+    seen = a_trace()
+    runs = tuple(replace(run, energy=None) for run in seen.runs)
+    found = summarise(replace(seen, runs=runs, end=End(True, no_meter=why)))
+    assert not found.metered
+    assert f"Power is measured here, but not enough of any run for joules ({why})" in found.headline
+    assert "No power is measured" not in found.headline
+    assert f"No joules: {why}; --minutes makes runs longer." in found.notes
+    assert "No power meter answered" not in Page(render(found, seen)).text
+
+
 def test_without_a_meter_there_are_no_joules_and_it_is_said() -> None:
     found = summarise(a_trace(metered=False, power_cap_w=4.0))
     page = Page(render(found, a_trace(metered=False)))

@@ -15,12 +15,19 @@ def headline(summary: Summary) -> str:
     """One or two sentences: the fastest setting that keeps cap and limit, beside plain decoding."""
     answer = _answer(summary)
     if not summary.metered:
-        answer += " No power is measured here, so this is about time alone."
+        answer += f" {_why_time_alone(summary)}, so this is about time alone."
     elif summary.settings.power_cap_w is None:
         answer += _thriftiest(summary)
     if summary.partial:
         answer = f"Interrupted; so far: {answer}"
     return f"SIMULATED: {answer}" if summary.simulated else answer
+
+
+def _why_time_alone(summary: Summary) -> str:
+    if not summary.power_seen:
+        return "No power is measured here"
+    why = f" ({summary.no_meter})" if summary.no_meter else ""
+    return f"Power is measured here, but not enough of any run for joules{why}"
 
 
 def _answer(summary: Summary) -> str:
@@ -106,7 +113,11 @@ def notes(summary: Summary) -> tuple[str, ...]:
 
 
 def _about_meter(summary: Summary) -> str:
-    return f"No power meter: {summary.no_meter}" if summary.no_meter else ""
+    if not summary.no_meter:
+        return ""
+    if summary.power_seen:
+        return f"No joules: {summary.no_meter}; --minutes makes runs longer."
+    return f"No power meter: {summary.no_meter}"
 
 
 def _about_retention(summary: Summary) -> str:

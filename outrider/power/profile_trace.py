@@ -171,7 +171,7 @@ class End:
     idle_before_w: float | None = None
     idle_after_w: float | None = None
     sampler_share: float | None = None  # of one core
-    no_meter: str = ""  # why power is not measured
+    no_meter: str = ""  # why no run has joules
     notes: tuple[str, ...] = ()
 
 

@@ -88,7 +88,8 @@ def _opening(summary: Summary, title: str) -> str:
             " the device. Acceptance is as recorded or decoded.</p>"
         )
     if not summary.metered:
-        parts.append("<p>No power meter answered: this report is about time only.</p>")
+        why = "No run has joules" if summary.power_seen else "No power meter answered"
+        parts.append(f"<p>{why}: this report is about time only.</p>")
     if summary.notes:
         parts.append("<ul>" + "".join(f"<li>{escape(note)}</li>" for note in summary.notes) + "</ul>")
     return f"<header>{''.join(parts)}</header>"

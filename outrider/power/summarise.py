@@ -33,6 +33,7 @@ def summarise(trace: ProfileTrace) -> Summary:
         tool_version=trace.header.tool_version,
         error_budget=_error_budget(runs, trace),
         no_meter="" if trace.end is None else trace.end.no_meter,
+        power_seen=any(sample.power_w is not None for sample in trace.samples),
     )
     more = () if trace.end is None else trace.end.notes
     return replace(summary, headline=headline(summary), notes=(*notes(summary), *more))

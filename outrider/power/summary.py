@@ -94,6 +94,7 @@ class Summary:
     tool_version: str
     error_budget: ErrorBudget | None = None
     no_meter: str = ""
+    power_seen: bool = False  # a sensor told power, whether or not that was enough for joules
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
     kind: Literal["profile-summary"] = "profile-summary"

@@ -419,7 +419,7 @@ class _RunCounter:
     def line(self) -> Run:
         """The run's line in the trace; ends its energy window."""
         counts, end_s = self._counts, self.sweep.now()
-        energy = self.sweep.meter.end(self._work, tail=self.whole)
+        energy = self.sweep.meter.end(self._work, tail=self.whole, warm_up=self.warm_up)
         return Run(
             run=self.sweep.runs,
             drafter=self.cell.drafter,

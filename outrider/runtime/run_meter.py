@@ -79,10 +79,11 @@ class RunMeter:
         """Begin a window."""
         self._meter.begin("run")
 
-    def end(self, work: RunWork | None = None, tail: bool = True) -> RunEnergy | None:
+    def end(self, work: RunWork | None = None, tail: bool = True, warm_up: bool = False) -> RunEnergy | None:
         """The joules since `begin`, and of the stages of `work`; None where nothing tells them.
 
-        With a `tail` it rests until a sensor has spoken once more, so that the last moments count too.
+        With a `tail` it rests until a sensor has spoken once more, so that the last moments count too. What a
+        `warm_up` took, or rest (no `work`), says nothing of whether runs have joules (`why_none`).
         """
         window = self._meter.end("run")
         if tail:
@@ -91,11 +92,11 @@ class RunMeter:
         if measured.energy_j is None:
             self._why_none = measured.reason
             return None
-        self._any = True
+        self._any |= work is not None and not warm_up
         return self._energy(measured, window, work or RunWork())
 
     def why_none(self) -> str:
-        """Why there is no meter; empty where there is one."""
+        """Why no run has joules; empty where one has."""
         return "" if self._any else self._why_none
 
     def _wait(self) -> None:
