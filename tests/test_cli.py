@@ -255,6 +255,12 @@ def test_generate_writes_a_trace(quantized_bundle: Path, tmp_path: Path) -> None
     assert json.loads(trace.read_text().splitlines()[0])["kind"] == "decode"
 
 
+def test_the_summary_warns_of_a_cap_that_no_pause_can_keep() -> None:
+    _, warning = summary(Stats(rounds=1, level="nominal", flags=("power_cap=below_rest",))).splitlines()
+    assert "warning: the power cap is below what the device draws at rest" in warning
+    assert "warning" not in summary(Stats(rounds=1, flags=("limit=assumed",)))
+
+
 @pytest.mark.parametrize(
     ("stats", "told"),
     [

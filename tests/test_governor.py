@@ -229,6 +229,18 @@ def test_a_cap_that_nothing_measures_is_flagged():
     assert "power_cap=unmeasured" in Governor(Policy(power_cap_w=4.0)).decide(State(0.0), TIMES).flags
 
 
+@pytest.mark.parametrize(
+    ("cap_w", "idle_w", "flagged"),
+    [(1.4, None, True), (1.6, None, False), (1.4, 1.0, False), (0.9, 1.0, True)],
+)
+def test_a_cap_below_what_is_drawn_at_rest_is_flagged(cap_w, idle_w, flagged):
+    costs = replace(JOULES, energy=replace(JOULES.energy, idle_w=idle_w))
+    state = State(0.0, die_c=40.0, power_w=2.0)
+    directive = Governor(Policy(power_cap_w=cap_w), Board()).decide(state, costs)
+    assert ("power_cap=below_rest" in directive.flags) is flagged
+    assert "power_cap=below_rest" not in Governor(Policy(power_cap_w=cap_w)).decide(state, TIMES).flags
+
+
 def test_no_sensor_at_all_leaves_speculation_alone_and_says_so():
     directive = Governor().decide(State(0.0), TIMES)
     assert (directive.level, directive.k_share, directive.duty) == (Level.NOMINAL, 1.0, 1.0)

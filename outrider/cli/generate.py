@@ -87,7 +87,9 @@ def _print_stream(pipeline: Pipeline, content: Any, as_chat: bool, request: dict
 
 
 def summary(stats: Stats) -> str:
-    """One line of what a generation did."""
+    """One line of what a generation did, and another where its power cap cannot be kept."""
+    from outrider.power.governor import BELOW_REST
+
     parts = [f"{stats.output_tokens} tokens in {stats.rounds} rounds"]
     if stats.decode_tokens_per_s:
         parts.append(f"{stats.decode_tokens_per_s:.1f} tokens/s")
@@ -99,4 +101,7 @@ def summary(stats: Stats) -> str:
         parts.append(f"paused {stats.paced_s:.1f} s to keep its limits")
     if stats.level not in (None, "nominal"):
         parts.append(f"level {stats.level}")
-    return "[" + "; ".join(parts) + "]"
+    line = "[" + "; ".join(parts) + "]"
+    if BELOW_REST in stats.flags:
+        line += "\n[warning: the power cap is below what the device draws at rest; no pause can keep it]"
+    return line

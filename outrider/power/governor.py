@@ -13,7 +13,7 @@ from enum import IntEnum
 from math import isfinite
 from typing import Any, Literal
 
-from outrider.contracts import Costs, Limits, Objective
+from outrider.contracts import Costs, Energy, Limits, Objective
 from outrider.errors import UsageError
 from outrider.power.draft_memory import DraftMemory
 from outrider.power.heat import ThermalEstimate, Watch, thermal_prior
@@ -23,8 +23,9 @@ from outrider.power.thermal_model import ThermalModel
 from outrider.power.trip_touch import TripTouch
 from outrider.power.tuning import Gains, Tuning
 
-__all__ = ["Directive", "Governor", "Level", "Policy"]
+__all__ = ["BELOW_REST", "Directive", "Governor", "Level", "Policy"]
 
+BELOW_REST = "power_cap=below_rest"  # no pause can keep such a cap
 _SAVING = Objective("energy")
 
 
@@ -193,7 +194,7 @@ class Governor:
             self._was_cool |= self.level == Level.NOMINAL
             cool = self._reference if self._was_cool and self.level > Level.NOMINAL else None
             self._reference = costs if cool is None else _completed(cool, costs)
-        return self._directive(state, energy is not None)
+        return self._directive(state, energy)
 
     def _touch_trip(self, state: State, costs: Costs | None) -> None:
         if costs is None or costs.energy is None or state.skin_c is None:
@@ -312,8 +313,8 @@ class Governor:
                 bounds.append(self._sustained_w)
         return min((watts for watts in bounds if watts is not None), default=None)
 
-    def _directive(self, state: State, energy_known: bool) -> Directive:
-        level, tuning = self.level, self.tuning
+    def _directive(self, state: State, energy: Energy | None) -> Directive:
+        level, tuning, energy_known = self.level, self.tuning, energy is not None
         power_w = self._bound(energy_known)
         duty = min(self._die.duty, self._skin.duty, self._cap.duty)
         if level == Level.CRITICAL and duty >= 1.0 and not self._holds():
@@ -336,7 +337,7 @@ class Governor:
             reference=self._reference if level > Level.NOMINAL else None,
             draft_loaded=loaded,
             time_to_throttle_s=min((s for s in times if s is not None), default=None),
-            flags=self._flags(state, energy_known),
+            flags=self._flags(state, energy),
             reason=self._why,
         )
 
@@ -344,9 +345,10 @@ class Governor:
         """Whether a temperature is held by a regulator of its own."""
         return any(watch.temp_c is not None and not watch.assumed for watch in (self._die, self._skin))
 
-    def _flags(self, state: State, energy_known: bool) -> tuple[str, ...]:
+    def _flags(self, state: State, energy: Energy | None) -> tuple[str, ...]:
+        cap_w, energy_known = self.policy.power_cap_w, energy is not None
         seen = [watch for watch in (self._die, self._skin) if watch.temp_c is not None]
-        unmet = self.policy.power_cap_w is not None and not energy_known and state.power_w is None
+        unmet = cap_w is not None and not energy_known and state.power_w is None
         named = {
             "energy=unknown": not energy_known,
             "power=estimated": state.power_method == "estimated",
@@ -355,6 +357,7 @@ class Governor:
             "telemetry=none": not self._told and not self._is_blind(state),
             "limit=assumed": bool(seen) and all(watch.assumed for watch in seen),
             "power_cap=unmeasured": unmet,
+            BELOW_REST: cap_w is not None and energy is not None and cap_w < energy.pause_w,
             "battery=floor": self._at_floor,
             "memory=" + self._memory.why: not self._memory.loaded,
         }

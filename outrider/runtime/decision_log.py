@@ -51,11 +51,12 @@ class DecisionLog:
         if self._last and gist == self._last[1] and state.time_s - self._last[0] < self.every_s:
             return
         self._last = (state.time_s, gist)
-        static_w = costs.energy.static_w if costs is not None and costs.energy else None
+        energy = costs.energy if costs is not None else None
         record = {
             "time_s": state.time_s,
             "state": state,
-            "static_w": static_w,
+            "static_w": None if energy is None else energy.static_w,
+            "idle_w": None if energy is None else energy.idle_w,
             "directive": directive.to_dict(),
         }
         try:
@@ -103,7 +104,7 @@ def replay_decisions(
     for where, record in trace:
         state = decode(State, record.get("state"), f"{where}: state", TraceError)
         static_w = record.get("static_w")
-        energy = None if static_w is None else Energy(static_w, {})
+        energy = None if static_w is None else Energy(static_w, {}, idle_w=record.get("idle_w"))
         decided = as_json(governor.decide(state, Costs({1: 1.0}, energy=energy)).to_dict())
         if decided != record.get("directive"):
             yield Difference(state.time_s, record["directive"], decided)

@@ -83,6 +83,7 @@ class Governed:
                 directive, power_w=directive.cap_w
             )  # the ledger keeps it, by what is measured
         self.directive = directive
+        stats.flags = directive.flags
         stats.level = str(max(directive.level, Level[(stats.level or "nominal").upper()]))
         return directive
 

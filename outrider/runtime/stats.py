@@ -17,7 +17,7 @@ class Stats:
     `evaluated_at[i]` and `accepted_at[i]` count draft position i (0 = first). Times are seconds of this
     process, without the time that the consumer of the rounds took. `paced_s` was slept between rounds to hold
     a limit on power or heat (pauses in the prompt are part of `prefill_s`); `level` is the governor's
-    highest (None: nothing governs).
+    highest (None: nothing governs), `flags` are those of its last directive.
     """
 
     prompt_tokens: int = 0
@@ -39,6 +39,7 @@ class Stats:
     verify_s: float = 0.0
     paced_s: float = 0.0
     level: str | None = None
+    flags: tuple[str, ...] = ()
 
     @property
     def overhead_s(self) -> float:
