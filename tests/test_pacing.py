@@ -406,6 +406,20 @@ def test_a_decision_log_of_every_state_is_decided_again_to_the_same(tmp_path):
     assert other
 
 
+@pytest.mark.parametrize("idle_w", [None, 1.0, 1.3])
+def test_a_cap_near_what_is_drawn_at_rest_is_decided_again_to_the_same(tmp_path, idle_w):
+    path, policy = tmp_path / "log.jsonl", Policy(power_cap_w=1.2)
+    governor, costs = Governor(policy), Costs({1: 1.0}, energy=Energy(1.5, {1: 0.3}, idle_w=idle_w))
+    log = DecisionLog(path, governor, every_s=0.0)
+    for i in range(5):
+        state = State(0.1 * i, die_c=40.0, power_w=1.4)
+        log.add(state, costs, governor.decide(state, costs))
+    log.close()
+    flags = json.loads(path.read_text().splitlines()[1])["directive"]["flags"]
+    assert ("power_cap=below_rest" in flags) is (idle_w != 1.0)
+    assert list(replay_decisions(path, lambda header: Governor(policy))) == []
+
+
 def test_a_sampled_log_keeps_changes_and_refuses_to_be_decided_again(tmp_path):
     path = tmp_path / "log.jsonl"
     governor = Governor(Policy(temp_limit_c=80.0))
