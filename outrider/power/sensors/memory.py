@@ -32,7 +32,7 @@ class Memory:
     """
 
     name = "memory"
-    period_s = 0.5
+    period_s = 2.0
 
     def __init__(self, system: System) -> None:
         self._system = system
