@@ -97,3 +97,10 @@ def test_the_command_writes_a_trace_that_can_be_read(tmp_path: Path, float_bundl
     assert "a.jsonl exists already; choose another name, or give --overwrite" in err
     assert (tmp_path / "a.jsonl").read_bytes() == recorded
     assert run_main("acceptance", str(float_bundle), *words, "--overwrite")[0] == 0
+
+
+def test_a_path_that_gets_short_is_gone_on_with():
+    answer = answer_of(70)
+    found = runs(ModelDrafter(FakeGraph(VOCAB, logits=TARGET), min_confidence=0.0), PROMPT, answer)
+    assert found["drafted"] == [DRAFT_LENGTH] * 70
+    assert found["accepted"] == [min(DRAFT_LENGTH, 70 - position) for position in range(70)]

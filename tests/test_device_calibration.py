@@ -263,5 +263,9 @@ def test_the_command_writes_where_it_is_told(
     assert record["calibration"]["bandwidth_gb_s"] > 0
     assert load_device(tmp_path / "mine.toml").kind == "host"
     assert not (tmp_path / "home").exists()
+    code, out, err = run_main(*words, "-o", str(tmp_path / "mine.toml" / "below.toml"))
+    assert code != 0
+    assert "mine.toml" in err
+    assert "target forward of  9" in out, "what was measured is shown even if it cannot be kept"
     assert run_main(*words, "-o", str(tmp_path / "mine.json"))[0] == 2
     assert run_main(*words, "--device", "../mine")[0] == 2

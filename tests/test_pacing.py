@@ -550,3 +550,36 @@ def test_sensors_are_looked_at_no_more_often_than_is_asked():
         pacer.directive(Costs({1: 0.1}))
         clock.advance(0.001)
     assert 18 <= len(polls) <= 21
+
+
+def test_a_draft_that_stops_short_counts_the_step_that_told_it_to():
+    pacer, clock = Scripted([]), VirtualClock()
+    engine = make(pacer, clock)
+    engine.drafters["model"].min_confidence = 0.4
+    rounds = list(engine.decode(PROMPT, Request(max_new_tokens=60, k=4, drafter="model")))
+    drafting = [(part.drafted, part.plan.k) for part in rounds if part.plan.drafter]
+    assert len({drafted for drafted, _ in drafting}) > 2
+    told = [steps for _, drafter, steps, *_ in pacer.seen if drafter == "model"]
+    assert told == [min(k, drafted + 1) for drafted, k in drafting]
+
+
+def test_the_energy_model_is_told_which_part_of_a_window_was_a_pause():
+    clock, model = VirtualClock(), Recorder()
+    governor = Governor(Policy(power_cap_w=3.0))
+    pacer = Pacer(Monitor(clock, lambda now_s: {"power_w": 3.0}), governor, model, None, clock)
+    rounds = list(make(pacer, clock).decode(PROMPT, Request(max_new_tokens=120, k=0)))
+    shown = [activity for activity, _ in model.shown[3:]]
+    assert rounds[-1].stats.paced_s > 5.0
+    work_s = sum(0.1 * sum(activity.verify.values()) for activity in shown)
+    paused_s, all_s = sum(activity.paused_s for activity in shown), sum(a.seconds for a in shown)
+    assert paused_s > 1.0
+    assert paused_s + work_s == pytest.approx(all_s, rel=0.1)
+
+
+def test_rest_is_taken_to_draw_what_the_energy_figures_say_of_a_pause():
+    clock = VirtualClock()
+    model = Recorder()
+    model.energy = lambda widths: Energy(2.0, dict.fromkeys(widths, 0.5), idle_w=0.7)
+    pacer = Pacer(Monitor(clock), Governor(), model, None, clock)
+    pacer.energy({1: 0.1})
+    assert pacer.rest_w == 0.7

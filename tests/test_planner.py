@@ -523,3 +523,28 @@ def test_a_forward_that_took_no_time_by_a_coarse_clock_is_survived():
     for _ in range(3):
         observe(planner, Plan(None, 0, "none"), 0, 0, 0.0)
     assert planner.plan({"d": "4"}, 7).k == 1
+
+
+def test_a_draft_that_must_catch_up_again_and_again_is_asked_only_while_that_pays():
+    """Each stint of the draft ends after one round (a lookup takes over), and 60 tokens then wait for it."""
+
+    def drafts_after(stints, planner):
+        for _ in range(stints):
+            plan = Plan("d", 2)
+            seconds = verify_time(FLAT, 3) + 0.01 + 60 * 0.002
+            planner.observe(Observation(plan, 2, 2, 2, 3, seconds, 0.01 + 0.12, 0.043, 3, backlog=60))
+        return planner.plan({"d": ""}, 7, {"d": 60}).k
+
+    costs = {"verify_s": FLAT, "draft_s": {"d": 0.005}, "catch_up_s": {"d": 0.002}}
+    assert drafts_after(0, Planner(costs)) > 0, "nothing says yet that the draft will not be used for long"
+    assert drafts_after(25, Planner(costs)) == 0
+
+
+def test_a_pause_costs_joules_at_the_power_of_rest():
+    """Two plans under one duty: the longer pause of the slower one weighs what rest draws, not what work does."""
+    likely = Acceptance({"d": (0.6,)})
+    verify_j, draft_j = {1: 0.30, 2: 0.315}, {"d": 0.0}
+    frugal = Costs({1: 0.1, 2: 0.2}, {"d": 0.0}, energy=Energy(0.05, verify_j, draft_j, idle_w=0.0))
+    greedy = Costs({1: 0.1, 2: 0.2}, {"d": 0.0}, energy=Energy(0.05, verify_j, draft_j, idle_w=8.0))
+    assert choose(frugal, likely, Objective("energy"), Limits(1, duty=0.5)).k == 1
+    assert choose(greedy, likely, Objective("energy"), Limits(1, duty=0.5)).k == 0

@@ -235,3 +235,24 @@ def test_a_simulated_day_of_long_prompts_keeps_its_cap(device):
     found = run_policy(scenario, "governed", long)
     assert 0.0 <= found.cap_violation <= 0.03
     assert found.energy_j / found.seconds >= 0.9 * 4.6
+
+
+def filled(metered_s: int, noise_w: float = 0.0) -> Ledger:
+    """Eighty seconds at 4 W, of which the last ones were metered, give or take some noise."""
+    ledger = Ledger()
+    for second in range(80):
+        ledger.add(second, second + 1.0, 4.0)
+        if second >= 80 - metered_s:
+            ledger.meter(second, second + 1.0, 4.0 + noise_w * (-1) ** second)
+    return ledger
+
+
+def test_estimates_that_no_meter_has_confirmed_are_kept_further_below_the_cap() -> None:
+    waits = [filled(metered_s).wait_s(4.0, 1.0, 4.5, 1.0) for metered_s in (0, 10, 20, 40, 80)]
+    assert waits == sorted(waits, reverse=True)
+    assert waits[0] > waits[2] > waits[3] == pytest.approx(waits[4])
+
+
+def test_a_noisy_meter_is_kept_further_below_the_cap() -> None:
+    waits = [filled(80, noise_w).wait_s(4.0, 1.0, 4.5, 1.0) for noise_w in (0.0, 0.2, 0.6)]
+    assert waits[0] < waits[1] < waits[2]

@@ -198,6 +198,18 @@ def day(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_what_was_simulated_is_printed_even_if_it_cannot_be_kept(
+    run_main: Callable[..., Any], trace: Path, day: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    words = ["--scenario", day, "--acceptance", str(trace), "--policies", "plain"]
+    code, text, err = run_main("simulate", *words, "-o", str(tmp_path / "file" / "out"))
+    assert code != 0
+    assert "file" in err
+    assert "SIMULATED: a short day" in text
+    assert "plain" in text
+
+
 def test_the_command_compares_policies(
     run_main: Callable[..., Any], trace: Path, day: str, tmp_path: Path
 ) -> None:

@@ -74,6 +74,18 @@ def test_doctor_saves_what_later_loads_start_from(
     assert (quantized_bundle / "manifest.json").read_bytes() == before
 
 
+def test_costs_that_cannot_be_saved_are_still_shown(
+    quantized_bundle: Path, home: Path, run_main: Callable[..., Any]
+) -> None:
+    home.mkdir(exist_ok=True)
+    (home / "timing").write_text("no folder")
+    code, out, err = run_main("doctor", str(quantized_bundle), "--threads", "1", "--save")
+    assert code != 0
+    assert "timing" in err
+    assert "pays above acceptance" in out
+    assert "saved to" not in out
+
+
 def test_save_without_a_bundle_is_a_mistake(run_main: Callable[..., Any]) -> None:
     code, _, err = run_main("doctor", "--save")
     assert code == 2

@@ -2,7 +2,8 @@
 
 Six devices, three ambient temperatures and four courses of acceptance (low, medium, high, switching), each
 with a goal: the most tokens within a temperature limit, within a power cap, the least energy, the least product
-of energy and time. Every scenario runs on a specimen that differs from its profile by up to 15 %.
+of energy and time. Every scenario runs on a specimen that differs from its profile by up to 15 % (see
+`simulated.perturbed`).
 """
 
 from __future__ import annotations

@@ -84,11 +84,15 @@ def command(
         found = _measure(pipeline, bundle, Plan(rest, seconds), bar)
     bar.close()
     profile = measured_profile(found, base, cost)
-    path = write_device(profile, output or user_profile_path(base.slug), f"{base.name}; {found.source}.")
-    if as_json_text:
-        print_json({"calibration": found, "profile": path})
-    else:
-        click.echo(describe(found, profile))
+    path = None
+    try:
+        path = write_device(profile, output or user_profile_path(base.slug), f"{base.name}; {found.source}.")
+    finally:  # a full disk must not cost what was measured
+        if as_json_text:
+            print_json({"calibration": found, "profile": path})
+        else:
+            click.echo(describe(found, profile))
+    if not as_json_text:
         click.echo(f"\nprofile: {path}")
 
 

@@ -77,14 +77,17 @@ def command(bundle: Path | None, adb: str | None, save: bool, as_json_text: bool
         placement = [str(placed) for placed in pipeline.placement]
         costs = measure_costs(pipeline, progress=bar)
         bar.close()
-        saved = _save(pipeline, costs) if save else None
-    table = break_even(costs)
-    if as_json_text:
-        found = {"machine": machine, "telemetry": telemetry, "placement": placement}
-        print_json({**found, "costs": costs, "break_even": table, "saved": saved})
-    else:
-        click.echo("\n".join(["", *placement, "", describe_costs(costs, table)]))
-        click.echo(f"\nsaved to {saved}" if saved else "", nl=bool(saved))
+        table, saved = break_even(costs), None
+        try:
+            saved = _save(pipeline, costs) if save else None
+        finally:  # a full disk must not cost what was measured
+            if as_json_text:
+                found = {"machine": machine, "telemetry": telemetry, "placement": placement}
+                print_json({**found, "costs": costs, "break_even": table, "saved": saved})
+            else:
+                click.echo("\n".join(["", *placement, "", describe_costs(costs, table)]))
+    if saved and not as_json_text:
+        click.echo(f"\nsaved to {saved}")
 
 
 def _save(pipeline: Pipeline, costs: Costs) -> Path:

@@ -96,12 +96,12 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
             raise
     finally:
         bar.close()
-    if output is not None:
-        _write(output, scenario, runs, partial)
     if as_json_text:
         print_json([_without_timeline(run) for run in runs])
     else:
         click.echo(format_runs(scenario, runs))
+    if output is not None:
+        _write(output, scenario, runs, partial)  # last: a full disk must not cost the result
     if partial:
         click.echo(f"Interrupted: partial, with {len(runs)} of {len(policies)} policies finished.", err=True)
         click.get_current_context().exit(130)

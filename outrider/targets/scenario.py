@@ -63,9 +63,9 @@ class Event:
 class Scenario:
     """One simulated run: a device in a place, for a while, with a goal and what happens meanwhile.
 
-    `device` is a slug or a path. `spread` is how far the specimen differs from its profile (0.15: each
-    figure by up to 15 %), drawn by `seed`, which also draws noise. The device starts at rest in `ambient_c`,
-    plus `preheated_w` for ever before. `temp_limit_c` bounds the die, `skin_limit_c` the case.
+    `device` is a slug or a path. `spread` is how far the specimen differs from its profile (0.15: each rate, energy
+    and thermal constant by up to 15 %), drawn by `seed`, which also draws noise. The device starts at rest in
+    `ambient_c`, plus `preheated_w` for ever before. `temp_limit_c` bounds the die, `skin_limit_c` the case.
     """
 
     name: str
