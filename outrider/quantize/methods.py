@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from outrider.quantize.schemes import BlockInt
 
-__all__ = ["Codes", "gptq", "inverse_factor", "middle", "quantize_blocks", "reconstruct"]
+__all__ = [
+    "Codes",
+    "compensate_rows",
+    "gptq",
+    "inverse_factor",
+    "middle",
+    "quantize_blocks",
+    "reconstruct",
+]
 
 FloatArray = NDArray[np.float32]
 
@@ -21,6 +29,7 @@ SYMMETRIC_STEPS = (0.0, -1.2, -0.8, -0.4, 0.4, 0.8)  # added to the largest code
 CLIP_RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8)
 HQQ_NORM = 0.7
 HQQ_ITERATIONS = 20
+GPTQ_COLUMNS = 128  # whose errors are passed on to the rest in one product
 
 
 class Codes(NamedTuple):
@@ -207,6 +216,30 @@ def _fit_block(columns: FloatArray, scheme: BlockInt, importance: FloatArray) ->
     blocks = columns[:, None, :]
     search = mse_symmetric if scheme.symmetric else mse_asymmetric
     return search(blocks, scheme.bits, importance[None, :])
+
+
+def compensate_rows(
+    rows: FloatArray,  # [n, K]
+    scales: FloatArray,  # [n]
+    inverse: FloatArray,  # [K, K], from `inverse_factor`
+    bits: int,
+) -> tuple[NDArray[np.int8], FloatArray]:
+    """`gptq` with one given scale a row: signed codes [n, K], and each row's output error eᵀ H e [n].
+
+    The squared, scaled errors of the columns sum up to that error exactly, so scales can be compared by it.
+    """
+    n, K = rows.shape
+    work = np.array(rows, np.float32)
+    codes = np.empty((n, K), np.int8)
+    loss = np.zeros(n, np.float32)
+    zero = np.full(n, middle(bits), np.uint8)
+    for start in range(0, K, GPTQ_COLUMNS):
+        columns = slice(start, min(start + GPTQ_COLUMNS, K))
+        chosen, errors = _compensate(work[:, columns], scales, zero, inverse[columns, columns], bits)
+        codes[:, columns] = chosen.astype(np.int16) - middle(bits)
+        loss += np.einsum("nk,nk->n", errors, errors)
+        work[:, columns.stop :] -= errors @ inverse[columns, columns.stop :]
+    return codes, loss
 
 
 def _compensate(
