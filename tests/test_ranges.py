@@ -215,7 +215,7 @@ def test_rows_that_do_not_count_do_not_widen_a_range_even_where_heads_are_folded
 
 def test_external_data_is_found_beside_the_file(tmp_path: Path) -> None:
     model = onnx.load_model_from_string(layers(4))
-    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=64)
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=128)
     feeds = [{"x": x} for x in batches(4, 2)]
     assert activation_ranges(tmp_path / "m.onnx", feeds) == activation_ranges(layers(4), feeds)
 
