@@ -12,7 +12,7 @@ import pytest
 
 import outrider
 from outrider.contracts import Graph
-from outrider.errors import BackendError, BundleError, UsageError
+from outrider.errors import BackendError, BundleError, MissingExtraError, UsageError
 from outrider.manifest import (
     GraphEntry,
     KvEntry,
@@ -24,6 +24,7 @@ from outrider.manifest import (
     token_map_hash,
     write_manifest,
 )
+from outrider.runtime import backends
 from outrider.runtime import load as loading
 from outrider.runtime.load import RoleOptions
 from outrider.targets.fake import FakeGraph
@@ -142,7 +143,7 @@ def test_the_first_graph_by_preference_that_can_run_is_taken(bundle: Path, opene
     assert (target.path, draft.path) == ("target.bin", "draft.bin")
     assert target.passed_over == (
         "npu.bin (broken, cpu): there is no such chip",
-        "new.bin (quantum, cpu): this outrider has no backend 'quantum'; known: onnxruntime, fake, broken",
+        "new.bin (quantum, cpu): this outrider has no backend 'quantum'; known: onnxruntime, executorch, fake, broken",
     )
     assert "passed over npu.bin" in str(target)
     assert draft.passed_over == ()
@@ -158,6 +159,114 @@ def test_a_backend_can_be_asked_for(bundle: Path, opened: Opened) -> None:
         outrider.load(bundle, target_backend="broken")
     with pytest.raises(UsageError, match="unknown backend 'tpu'; known: onnxruntime"):
         outrider.load(bundle, draft_backend="tpu")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Say which processor this is."""
+
+    def pretend(name: str) -> None:
+        monkeypatch.setattr(backends.platform, "machine", lambda: name)
+
+    return pretend
+
+
+def test_a_unit_can_be_asked_for(bundle: Path, opened: Opened) -> None:
+    with_targets(bundle, graph_entry(bundle, "gpu.bin", unit="gpu", preference=5))
+    with outrider.load(bundle, target_unit="gpu") as pipeline:
+        assert pipeline.placement[0].path == "gpu.bin"
+        assert pipeline.placement[0].passed_over == ("target.bin (fake, cpu): the unit 'gpu' was asked for",)
+        assert opened[0][1].unit == "gpu"
+        assert opened[1][1].unit is None
+    with pytest.raises(BackendError, match=r"no graph of the draft can run here.*the unit 'npu' was asked"):
+        outrider.load(bundle, draft_unit="npu")
+    with pytest.raises(UsageError, match="unknown unit 'tpu'; known: cpu, gpu, npu"):
+        outrider.load(bundle, draft_unit="tpu")
+    with pytest.raises(UsageError, match="draft_unit was given, but draft=False"):
+        outrider.load(bundle, draft=False, draft_unit="cpu")
+
+
+def test_an_npu_graph_that_only_an_emulator_can_run_is_opened_where_it_is_asked_for(
+    bundle: Path, opened: Opened, machine: Callable[[str], None]
+) -> None:
+    with_targets(bundle, graph_entry(bundle, "npu.bin", unit="npu", preference=-1))
+    machine("x86_64")
+    with outrider.load(bundle) as pipeline:
+        assert pipeline.placement[0].path == "target.bin"
+        assert "no Hexagon NPU here" in pipeline.placement[0].passed_over[0]
+        assert "--target-unit npu" in pipeline.placement[0].passed_over[0]
+    with outrider.load(bundle, target_unit="npu") as pipeline:
+        assert pipeline.placement[0].path == "npu.bin"
+    machine("aarch64")
+    with outrider.load(bundle) as pipeline:
+        assert pipeline.placement[0].path == "npu.bin"
+
+
+def test_what_an_emulator_runs_is_labelled(bundle: Path, opened: Opened, monkeypatch: Any) -> None:
+    monkeypatch.setattr(FakeGraph, "emulated", True, raising=False)
+    with outrider.load(bundle) as pipeline:
+        assert pipeline.placement[0].emulated
+        assert "EMULATED" in str(pipeline.placement[0])
+
+
+def test_a_vulkan_graph_is_passed_over_because_only_android_has_a_runtime_for_it(
+    bundle: Path, opened: Opened
+) -> None:
+    vulkan = graph_entry(bundle, "v.pte", unit="gpu", preference=-1, options={"delegate": "vulkan"})
+    with_targets(bundle, vulkan)
+    with outrider.load(bundle) as pipeline:
+        assert pipeline.placement[0].path == "target.bin"
+        assert "ExecuTorch's Android library only" in pipeline.placement[0].passed_over[0]
+    with pytest.raises(BackendError, match=r"v\.pte .*Android library only"):
+        outrider.load(bundle, target_unit="gpu")
+
+
+def test_providers_that_are_named_rule_out_graphs_that_are_not_for_them(
+    bundle: Path, opened: Opened, machine: Callable[[str], None]
+) -> None:
+    machine("aarch64")
+    gpu = {"unit": "gpu", "options": {"providers": ["WebGpuExecutionProvider", "CPUExecutionProvider"]}}
+    with_targets(
+        bundle,
+        graph_entry(bundle, "a.pte", backend="executorch", preference=-3),
+        graph_entry(bundle, "npu.bin", unit="npu", preference=-2),
+        graph_entry(bundle, "gpu.bin", preference=-1, **gpu),
+    )
+    with outrider.load(bundle, target_providers=["CPUExecutionProvider"]) as pipeline:
+        assert pipeline.placement[0].path == "target.bin"
+        executorch, npu, webgpu = pipeline.placement[0].passed_over
+    assert "which is ONNX Runtime's" in executorch
+    assert npu.endswith("this graph is for QNNExecutionProvider")
+    assert webgpu.endswith("this graph is for WebGpuExecutionProvider")
+    with outrider.load(bundle, target_providers=["WebGpuExecutionProvider"]) as pipeline:
+        assert pipeline.placement[0].path == "gpu.bin"
+
+
+def test_a_graph_that_a_missing_extra_would_run_is_passed_over_with_the_install(
+    bundle: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: Any) -> Graph:
+        raise MissingExtraError("executorch", "executorch")
+
+    monkeypatch.setitem(loading.BACKENDS, "executorch", absent)
+    with_targets(bundle, graph_entry(bundle, "x.pte", backend="executorch", preference=-1))
+    with outrider.load(bundle) as pipeline:
+        assert pipeline.placement[0].path == "target.bin"
+        assert "pip install 'outrider[executorch]'" in pipeline.placement[0].passed_over[0]
+
+
+def test_a_memory_limit_counts_the_graphs_that_can_run_here(
+    bundle: Path, opened: Opened, machine: Callable[[str], None]
+) -> None:
+    machine("x86_64")
+    (bundle / "huge.bin").write_bytes(b"x" * 3_000_000)
+    huge = replace(
+        graph_entry(bundle, "npu.bin", unit="npu", preference=-1),
+        files={name: describe_file(bundle / name) for name in ("npu.bin", "huge.bin")},
+    )
+    edit(bundle, lambda m: {"roles": {**m.roles, "draft": RoleEntry((*m.roles["draft"].graphs, huge))}})
+    with outrider.load(bundle, memory_limit_mb=1) as pipeline:
+        assert pipeline.drafters == ("lookup", "model")
 
 
 def test_a_failed_load_closes_what_it_opened(bundle: Path, opened: Opened) -> None:

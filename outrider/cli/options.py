@@ -89,6 +89,26 @@ _LOADING = [
         multiple=True,
         help="Run the draft on this ONNX Runtime execution provider; repeat it for fallbacks, in order.",
     ),
+    click.option(
+        "--target-unit",
+        type=click.Choice(["cpu", "gpu", "npu"]),
+        help="Run the target on this unit, with a graph that was made for it (default: the first that can run).",
+    ),
+    click.option(
+        "--draft-unit",
+        type=click.Choice(["cpu", "gpu", "npu"]),
+        help="Run the draft on this unit; npu is emulated, slowly, where there is none.",
+    ),
+    click.option(
+        "--target-backend",
+        type=click.Choice(["onnxruntime", "executorch"]),
+        help="Run the target by this library (default: the first that can).",
+    ),
+    click.option(
+        "--draft-backend",
+        type=click.Choice(["onnxruntime", "executorch"]),
+        help="Run the draft by this library (default: the first that can).",
+    ),
     click.option("--no-draft", is_flag=True, help="Leave the draft model out; n-gram lookup still drafts."),
     click.option(
         "--verify",
@@ -272,6 +292,7 @@ def open_pipeline(bundle: Path, options: dict[str, Any], *, governor: bool | Non
         threads=options.pop("threads"),
         target_providers=options.pop("target_provider") or None,
         draft_providers=options.pop("draft_provider") or None,
+        **{name: options.pop(name) for name in _PLACING},
         draft=not options.pop("no_draft"),
         verify=options.pop("verify"),
         **_governing_from(options, governor),
@@ -290,7 +311,15 @@ def _governing_from(options: dict[str, Any], governor: bool | None) -> dict[str,
     return {**found, "governor": False if off else None if asked else governor}
 
 
-_UNSET = {"threads": None, "target_provider": (), "draft_provider": (), "no_draft": False, "verify": "size"}
+_PLACING = ("target_unit", "draft_unit", "target_backend", "draft_backend")
+_UNSET = {
+    "threads": None,
+    "target_provider": (),
+    "draft_provider": (),
+    **dict.fromkeys(_PLACING),
+    "no_draft": False,
+    "verify": "size",
+}
 
 
 def loading_from(options: dict[str, Any]) -> dict[str, Any]:

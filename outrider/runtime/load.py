@@ -14,6 +14,7 @@ from outrider.contracts import Drafter, Graph
 from outrider.errors import BackendError, BundleError, MissingExtraError, UsageError
 from outrider.manifest import GraphEntry, Manifest, RoleEntry, bundle_path, token_map_hash
 from outrider.manifest import verify as verify_files
+from outrider.runtime.backends import BACKENDS, RoleOptions, why_passed_over
 from outrider.runtime.chat import ChatTemplate
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.model_drafter import ModelDrafter
@@ -37,26 +38,6 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RoleOptions:
-    """How one role is to be run: by which backend, on which execution providers in order, how many threads.
-
-    `provider_options` are by provider name. None leaves the choice to the bundle and the backend.
-    """
-
-    backend: str | None = None
-    providers: Sequence[str] | None = None
-    provider_options: Mapping[str, Mapping[str, Any]] | None = None
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse an unknown backend and an impossible number of threads."""
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise UsageError(f"unknown backend {self.backend!r}; known: {', '.join(BACKENDS)}")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"threads is {self.threads}; it must be at least 1")
-
-
-@dataclass(frozen=True)
 class Placement:
     """Where a role runs, and why the graphs that its bundle prefers were passed over."""
 
@@ -68,10 +49,12 @@ class Placement:
     prefill_width: int | None = None
     providers: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
+    emulated: bool = False  # its unit is not here: what it computes holds, how long it takes does not
 
     def __str__(self) -> str:
         """One line, and one more for each graph passed over."""
         where = f"{self.backend} on {', '.join(self.providers) or self.unit}"
+        where += ", EMULATED" if self.emulated else ""
         lines = [f"{self.role}: {self.path} ({self.profile}) by {where}"]
         return "\n  passed over ".join([*lines, *self.passed_over])
 
@@ -89,6 +72,8 @@ def load(
     draft_backend: str | None = None,
     draft_providers: Sequence[str] | None = None,
     draft_provider_options: Mapping[str, Mapping[str, Any]] | None = None,
+    target_unit: str | None = None,
+    draft_unit: str | None = None,
     objective: Literal["latency", "energy", "balanced"] = "latency",
     power_cap_w: float | None = None,
     temp_limit_c: float | None = None,
@@ -105,7 +90,8 @@ def load(
     `Pipeline.placement` says which, and why others were passed over. `draft` False leaves the draft model
     out, and drafting to n-gram lookup. `verify` "full" also hashes every file. `max_context` holds fewer
     tokens than the bundle allows (the memory of the cache stays: its length is part of the graph).
-    Providers are ONNX Runtime's, by name, with options per name.
+    Providers are ONNX Runtime's, by name, with options per name. A unit is "cpu", "gpu" or "npu"; a graph that
+    only an emulator can run here is passed over unless its unit is asked for.
 
     From `objective` on: what heat and power may ask of drafts and pauses (never of the text); see
     `runtime.open_pacer.Governing`. By default drafts get shorter where a sensor says that the machine is hot;
@@ -115,8 +101,10 @@ def load(
     for an option that cannot be honoured.
     """
     roles = {
-        "target": RoleOptions(target_backend, target_providers, target_provider_options, threads),
-        "draft": RoleOptions(draft_backend, draft_providers, draft_provider_options, threads),
+        "target": RoleOptions(
+            target_backend, target_providers, target_provider_options, threads, target_unit
+        ),
+        "draft": RoleOptions(draft_backend, draft_providers, draft_provider_options, threads, draft_unit),
     }
     if verify not in ("size", "full"):
         raise UsageError(f"verify is {verify!r}; known: size, full")
@@ -148,8 +136,8 @@ def _assemble(
     _leave_out_what_does_not_fit(manifest, roles, governing.memory_limit_mb)
     with ExitStack() as stack:
         drafting = ["lookup", *(["model"] if "draft" in roles else [])]
-        preferred = {role: manifest.roles[role].by_preference()[0] for role in roles}
-        pacer = open_pacer(governing, stack, drafting, preferred)
+        expected = {role: _expected(manifest, role, options) for role, options in roles.items()}
+        pacer = open_pacer(governing, stack, drafting, expected)
         tokenizer = open_tokenizer(directory, manifest)
         graphs: dict[str, Graph] = {}
         placement = []
@@ -198,17 +186,18 @@ def open_role(
     """
     passed: list[str] = []
     for graph in entry.by_preference():
-        reason = _unwanted(graph, options)
+        reason = why_passed_over(role, graph, options)
+        level = logging.INFO  # of what is as it should be; that a backend fails is worth a warning
         if reason is None:
             try:
                 opened = BACKENDS[graph.backend](directory, graph, options)
             except (BackendError, MissingExtraError) as error:
-                reason = str(error)
+                reason, level = str(error), logging.WARNING
             else:
                 opened.max_context = min(opened.max_context, max_context or opened.max_context)
                 return opened, _placed(role, graph, opened, passed)
         passed.append(f"{graph.path} ({graph.backend}, {graph.unit}): {reason}")
-        _log.warning("%s: passed over %s", role, passed[-1])
+        _log.log(level, "%s: passed over %s", role, passed[-1])
     way_out = "; draft=False decodes without it" if role == "draft" else ""
     raise BackendError(f"no graph of the {role} can run here{way_out}. " + "; ".join(passed))
 
@@ -254,13 +243,19 @@ def _context(manifest: Manifest, wanted: int | None) -> int | None:
     return wanted
 
 
+def _expected(manifest: Manifest, role: str, options: RoleOptions) -> GraphEntry:
+    """The graph that `open_role` will open, if its backend does not fail."""
+    graphs = manifest.roles[role].by_preference()
+    return next((graph for graph in graphs if why_passed_over(role, graph, options) is None), graphs[0])
+
+
 def _leave_out_what_does_not_fit(
     manifest: Manifest, roles: dict[str, RoleOptions], limit_mb: float | None
 ) -> None:
-    """Take a draft that exceeds the limit beside the target out of `roles`, by the preferred graphs."""
+    """Take a draft that exceeds the limit beside the target out of `roles`, by the graphs expected here."""
     if limit_mb is None:
         return
-    sizes = {role: footprint_mb(manifest.roles[role].by_preference()[0]) for role in roles}
+    sizes = {role: footprint_mb(_expected(manifest, role, options)) for role, options in roles.items()}
     if sizes["target"] > limit_mb:
         raise UsageError(
             f"memory_limit_mb is {limit_mb:g}, but the target alone takes {sizes['target']:.0f} MB; raise it, or"
@@ -298,14 +293,6 @@ def _refuse_options(options: RoleOptions, why: str) -> None:
         raise UsageError(f"draft_{given[0]} was given, but {why}; leave it out")
 
 
-def _unwanted(graph: GraphEntry, options: RoleOptions) -> str | None:
-    if graph.backend not in BACKENDS:
-        return f"this outrider has no backend {graph.backend!r}; known: {', '.join(BACKENDS)}"
-    if options.backend not in (None, graph.backend):
-        return f"the backend {options.backend!r} was asked for"
-    return None
-
-
 def _placed(role: str, graph: GraphEntry, opened: Graph, passed: Sequence[str]) -> Placement:
     providers = tuple(getattr(opened, "providers", ()))
     return Placement(
@@ -317,6 +304,7 @@ def _placed(role: str, graph: GraphEntry, opened: Graph, passed: Sequence[str]) 
         graph.prefill_width,
         providers,
         tuple(passed),
+        bool(getattr(opened, "emulated", False)),
     )
 
 
@@ -341,54 +329,3 @@ def _drafters(
         chunk = placed.prefill_width or DEFAULT_PREFILL
         drafters["model"] = ModelDrafter(draft, tokenizer.id_limit, prefill_chunk=chunk, reopen=reopen)
     return drafters
-
-
-def _open_onnxruntime(directory: str | os.PathLike[str], graph: GraphEntry, options: RoleOptions) -> Graph:
-    """Open a graph with ONNX Runtime, on the CPU unless providers are named."""
-    from outrider.targets.onnxruntime import OnnxGraph
-
-    providers = tuple(options.providers or ("CPUExecutionProvider",))
-    _refuse_unknown_providers(providers)
-    given = options.provider_options or {}
-    stray = sorted(set(given) - set(providers))
-    if stray:
-        raise UsageError(f"provider options for {stray[0]!r}, which is not among {', '.join(providers)}")
-    return OnnxGraph.load(
-        bundle_path(directory, graph.path),
-        _onnx_meta(graph),
-        threads=options.threads,
-        providers=providers,
-        provider_options=[{key: str(v) for key, v in given.get(name, {}).items()} for name in providers],
-        session_options=graph.options.get("session_options"),
-    )
-
-
-def _refuse_unknown_providers(providers: Sequence[str]) -> None:
-    """A name that no build of ONNX Runtime has is a mistake; one that this build lacks is the machine's."""
-    import onnxruntime
-
-    known = dict.fromkeys([*onnxruntime.get_all_providers(), *onnxruntime.get_available_providers()])
-    for name in providers:
-        if name not in known:
-            raise UsageError(f"unknown execution provider {name!r}; known: {', '.join(known)}")
-
-
-def _onnx_meta(graph: GraphEntry) -> dict[str, Any]:
-    """What `targets.onnxruntime` must know; what the manifest has no field for is among the options."""
-    return {
-        **graph.options,
-        "profile": graph.profile,
-        "widths": graph.widths,
-        "max_context": graph.max_context,
-        "vocab_size": graph.vocab_size,
-        "layers": graph.kv.layers,
-        "kv_heads": graph.kv.heads,
-        "head_dim": graph.kv.head_dim,
-        "hidden_layers": graph.hidden_layers,
-    }
-
-
-Opener = Callable[[str | os.PathLike[str], GraphEntry, RoleOptions], Graph]
-
-BACKENDS: dict[str, Opener] = {"onnxruntime": _open_onnxruntime}
-"""Backend name -> what opens one of its graphs; raises BackendError or MissingExtraError if it cannot."""

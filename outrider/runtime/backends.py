@@ -1,0 +1,159 @@
+"""What opens a graph of a bundle: a backend's name, and why a graph cannot be opened here before it is tried."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.contracts import Graph
+from outrider.errors import UsageError
+from outrider.manifest import GraphEntry, bundle_path
+
+__all__ = ["BACKENDS", "UNITS", "Opener", "RoleOptions", "graph_meta", "why_passed_over"]
+
+UNITS = ("cpu", "gpu", "npu")
+CPU_PROVIDER = "CPUExecutionProvider"
+QNN_PROVIDER = "QNNExecutionProvider"
+
+
+@dataclass(frozen=True)
+class RoleOptions:
+    """How one role is to be run: by which backend, on which execution providers in order, how many threads.
+
+    `provider_options` are by provider name, `unit` is one of `UNITS`. None leaves the choice to the bundle and
+    the backend.
+    """
+
+    backend: str | None = None
+    providers: Sequence[str] | None = None
+    provider_options: Mapping[str, Mapping[str, Any]] | None = None
+    threads: int | None = None
+    unit: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown backend or unit and an impossible number of threads."""
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise UsageError(f"unknown backend {self.backend!r}; known: {', '.join(BACKENDS)}")
+        if self.unit is not None and self.unit not in UNITS:
+            raise UsageError(f"unknown unit {self.unit!r}; known: {', '.join(UNITS)}")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"threads is {self.threads}; it must be at least 1")
+
+
+Opener = Callable[[str | os.PathLike[str], GraphEntry, RoleOptions], Graph]
+
+
+def why_passed_over(role: str, graph: GraphEntry, options: RoleOptions) -> str | None:
+    """Why a graph is not even tried under `options`; None = it may be opened."""
+    if graph.backend not in BACKENDS:
+        return f"this outrider has no backend {graph.backend!r}; known: {', '.join(BACKENDS)}"
+    if options.backend not in (None, graph.backend):
+        return f"the backend {options.backend!r} was asked for"
+    if options.unit not in (None, graph.unit):
+        return f"the unit {options.unit!r} was asked for"
+    if options.providers:
+        reason = _unlike_providers(graph, options.providers[0])
+        if reason is not None:
+            return reason
+    if graph.options.get("delegate") == "vulkan":
+        return "its Vulkan delegate is in ExecuTorch's Android library only; no Python package has it"
+    if graph.unit == "npu" and options.unit is None and not may_have_hexagon():
+        return (
+            "no Hexagon NPU here; the emulator in onnxruntime-qnn runs it, slowly, where it is asked for: "
+            f"--{role}-unit npu"
+        )
+    return None
+
+
+def _unlike_providers(graph: GraphEntry, first: str) -> str | None:
+    """Why execution providers that were named rule a graph out."""
+    if graph.backend == "executorch":
+        return f"the execution provider {first} was named, which is ONNX Runtime's"
+    made_for = (QNN_PROVIDER,) if graph.unit == "npu" else tuple(graph.options.get("providers", ()))
+    if made_for and (first == CPU_PROVIDER or first not in made_for):
+        return f"the execution provider {first} was named; this graph is for {made_for[0]}"
+    return None
+
+
+def may_have_hexagon() -> bool:
+    """Whether this processor can be a Snapdragon; on others onnxruntime-qnn has an emulator at most."""
+    return platform.machine().lower() in ("aarch64", "arm64")
+
+
+def graph_meta(graph: GraphEntry) -> dict[str, Any]:
+    """What a backend must know about a graph; what the manifest has no field for is among the options."""
+    return {
+        **graph.options,
+        "profile": graph.profile,
+        "widths": graph.widths,
+        "max_context": graph.max_context,
+        "vocab_size": graph.vocab_size,
+        "layers": graph.kv.layers,
+        "kv_heads": graph.kv.heads,
+        "head_dim": graph.kv.head_dim,
+        "hidden_layers": graph.hidden_layers,
+    }
+
+
+def _open_onnxruntime(directory: str | os.PathLike[str], graph: GraphEntry, options: RoleOptions) -> Graph:
+    """Open a graph with ONNX Runtime: on the providers named, or those it was made for, or the CPU."""
+    if graph.unit == "npu":
+        return _open_npu(directory, graph, options)
+    from outrider.targets.onnxruntime import OnnxGraph
+
+    providers = tuple(options.providers or graph.options.get("providers") or (CPU_PROVIDER,))
+    _refuse_unknown_providers(providers)
+    given = options.provider_options or {}
+    stray = sorted(set(given) - set(providers))
+    if stray:
+        raise UsageError(f"provider options for {stray[0]!r}, which is not among {', '.join(providers)}")
+    return OnnxGraph.load(
+        bundle_path(directory, graph.path),
+        graph_meta(graph),
+        threads=options.threads,
+        providers=providers,
+        provider_options=[{key: str(v) for key, v in given.get(name, {}).items()} for name in providers],
+        session_options=graph.options.get("session_options"),
+    )
+
+
+def _refuse_unknown_providers(providers: Sequence[str]) -> None:
+    """A name that no build of ONNX Runtime has is a mistake; one that this build lacks is the machine's."""
+    import onnxruntime
+
+    known = dict.fromkeys([*onnxruntime.get_all_providers(), *onnxruntime.get_available_providers()])
+    for name in providers:
+        if name not in known:
+            raise UsageError(f"unknown execution provider {name!r}; known: {', '.join(known)}")
+
+
+def _open_npu(directory: str | os.PathLike[str], graph: GraphEntry, options: RoleOptions) -> Graph:
+    """Open the static graphs of a Hexagon NPU, through the QNN plugin of ONNX Runtime."""
+    from outrider.targets.qnn import NpuGraph
+
+    opened: Graph = NpuGraph.load(
+        bundle_path(directory, graph.path),
+        {**graph_meta(graph), "functions": dict(graph.functions)},
+        embedding=None if graph.embedding_file is None else bundle_path(directory, graph.embedding_file),
+        threads=options.threads,
+    )
+    return opened
+
+
+def _open_executorch(directory: str | os.PathLike[str], graph: GraphEntry, options: RoleOptions) -> Graph:
+    """Open a .pte with ExecuTorch."""
+    from outrider.targets.executorch import ExecutorchGraph
+
+    opened: Graph = ExecutorchGraph.load(
+        bundle_path(directory, graph.path),
+        {**graph_meta(graph), "functions": dict(graph.functions)},
+        threads=options.threads,
+    )
+    return opened
+
+
+BACKENDS: dict[str, Opener] = {"onnxruntime": _open_onnxruntime, "executorch": _open_executorch}
+"""Backend name -> what opens one of its graphs; raises BackendError or MissingExtraError if it cannot."""
