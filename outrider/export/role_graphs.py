@@ -1,0 +1,209 @@
+"""The graphs of one role: each plan is lowered once, and described for the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.export.calibrate import calibrate
+from outrider.export.checkpoint import Checkpoint
+from outrider.export.config import ModelConfig
+from outrider.export.device_plans import GraphPlan, open_device
+from outrider.export.lowered import Lowered
+from outrider.export.options import ExportOptions
+from outrider.export.prompts import calibration_sequences
+from outrider.export.slots import SlotWeights
+from outrider.manifest import GraphEntry, KvEntry, RoleEntry, describe_file
+
+__all__ = ["LOWERINGS", "Making", "make_role"]
+
+PREFILL_WIDTH = 512
+VOCAB_MAP = "vocab_ids.i32"
+KV_DTYPES = {"npu": "uint16"}
+ELSEWHERE = (  # of a graph's description: the manifest has fields for these
+    "profile",
+    "widths",
+    "max_context",
+    "vocab_size",
+    "layers",
+    "kv_heads",
+    "head_dim",
+    "hidden_layers",
+)
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Making:
+    """What a lowering is given."""
+
+    plan: GraphPlan
+    checkpoint: Checkpoint
+    weights: SlotWeights  # of the checkpoint, a trimmed head included
+    options: ExportOptions
+    place: Path  # the folder to write into
+    progress: Callable[[str, int, int], None] | None
+
+
+def make_role(
+    folder: Path,
+    plans: Sequence[GraphPlan],
+    checkpoint: Checkpoint,
+    options: ExportOptions,
+    progress: Progress | None = None,
+) -> tuple[RoleEntry, dict[str, Lowered]]:
+    """Lower every plan of a role into `folder`; what was written, by the folder of each lowering."""
+    role = plans[0].role
+    (folder / role).mkdir()
+    weights, vocab_map = _weights(folder, role, checkpoint, options)
+    made: dict[tuple[object, ...], Lowered] = {}
+    entries = []
+    for plan in plans:
+        if plan.artifact not in made:
+            place = folder / plan.folder
+            place.mkdir(exist_ok=True)
+            making = Making(plan, checkpoint, weights, options, place, _telling(plan, progress))
+            made[plan.artifact] = LOWERINGS[plan.lowering](making)
+        entries.append(_entry(folder, plan, weights.config, made[plan.artifact], vocab_map))
+    return RoleEntry(tuple(entries)), {plan.folder: made[plan.artifact] for plan in plans}
+
+
+def _telling(plan: GraphPlan, progress: Progress | None) -> Callable[[str, int, int], None] | None:
+    if progress is None:
+        return None
+    stage = f"{plan.role}: " + ("quantize" if plan.lowering == "onnx" else f"{plan.lowering} {plan.recipe}")
+    return lambda _, done, total: progress(stage, done / max(total, 1))
+
+
+def _weights(
+    folder: Path, role: str, checkpoint: Checkpoint, options: ExportOptions
+) -> tuple[SlotWeights, Path | None]:
+    """The weights of a role, and the file that maps the logits of a trimmed head to ids."""
+    vocab = options.of(role).vocab
+    if vocab is None:
+        return SlotWeights(checkpoint), None
+    from outrider.export.trim import TrimmedWeights, choose_ids
+
+    ids = choose_ids(checkpoint.tokenizer, vocab, checkpoint.config.vocab_size)
+    path = folder / role / VOCAB_MAP
+    ids.astype("<i4").tofile(path)
+    return TrimmedWeights(checkpoint, ids), path
+
+
+def _entry(
+    folder: Path, plan: GraphPlan, config: ModelConfig, lowered: Lowered, vocab_map: Path | None
+) -> GraphEntry:
+    def name(path: Path | None) -> str | None:
+        return None if path is None else path.relative_to(folder).as_posix()
+
+    paths = [*lowered.files, *(path for path in (lowered.embedding_file, vocab_map) if path is not None)]
+    meta = lowered.meta
+    widths = meta.get("widths")
+    return GraphEntry(
+        backend=plan.backend,
+        unit=plan.unit,
+        profile=plan.profile,
+        files={path.relative_to(folder).as_posix(): describe_file(path) for path in dict.fromkeys(paths)},
+        widths=None if widths is None else tuple(widths),
+        prefill_width=max(widths) if widths else PREFILL_WIDTH,
+        kv=KvEntry(
+            KV_DTYPES.get(plan.lowering, "float32"),
+            "BHSD",
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+        ),
+        max_context=plan.max_context,
+        vocab_size=config.num_logits,
+        recipe=plan.recipe,
+        preference=plan.preference,
+        hidden_layers=tuple(meta["hidden_layers"]),
+        functions=dict(lowered.functions),
+        embedding_file=name(lowered.embedding_file),
+        vocab_map=name(vocab_map),
+        gathered_bytes=_gathered_bytes(lowered),
+        weights=sum(slot.shape[0] * slot.shape[1] for slot in lowered.slots if slot.slot != "embedding"),
+        options={**{key: value for key, value in meta.items() if key not in ELSEWHERE}, **_running(plan)},
+    )
+
+
+def _running(plan: GraphPlan) -> Mapping[str, object]:
+    """What decides by what a graph can be run, beside its backend."""
+    if plan.backend == "executorch":
+        return {"delegate": plan.lowering}
+    return {"providers": list(plan.providers)} if plan.providers else {}
+
+
+def _gathered_bytes(lowered: Lowered) -> int:
+    """Bytes of which a forward reads some rows only: of the embedding, where no head shares them."""
+    if lowered.embedding_file is not None:
+        return lowered.embedding_file.stat().st_size
+    sizes = {slot.slot: slot.bytes_after for slot in lowered.slots}
+    return sizes["embedding"] if sizes.get("head") else 0
+
+
+def _lower_onnx(making: Making) -> Lowered:
+    from outrider.export.onnx import export_graph
+
+    plan, options = making.plan, making.options
+    recipe = options.of(plan.role).recipe(plan.role)
+    report = export_graph(
+        making.weights.config,
+        making.weights,
+        recipe,
+        options.profile,
+        making.place / "graph.onnx",
+        max_context=plan.max_context,
+        widths=plan.widths,
+        hidden_layers=options.hidden_layers if plan.role == "target" else (),
+        stats=calibrate(making.weights, recipe, making.checkpoint.tokenizer, plan.max_context),
+        progress=making.progress,
+    )
+    return Lowered(report.files, report.meta, report.slots, notes={"operators": dict(report.operators)})
+
+
+def _lower_npu(making: Making) -> Lowered:
+    from outrider.export.npu import export_npu
+    from outrider.quantize.npu_recipes import get_npu_recipe
+
+    plan = making.plan
+    return export_npu(
+        making.weights.config,
+        making.weights,
+        get_npu_recipe(plan.recipe),
+        making.place,
+        max_context=plan.max_context,
+        widths=plan.widths,
+        calibration=calibration_sequences(
+            making.checkpoint.tokenizer, plan.max_context, making.options.calibration
+        ),
+        device=open_device(making.options.device),
+        progress=making.progress,
+    )
+
+
+def _lower_executorch(making: Making) -> Lowered:
+    from outrider.export.executorch import export_pte
+
+    plan = making.plan
+    return export_pte(
+        making.weights.config,
+        making.weights,
+        plan.recipe,
+        making.place,
+        backend=plan.lowering,
+        profile=plan.profile,
+        max_context=plan.max_context,
+        widths=plan.widths,
+        progress=making.progress,
+    )
+
+
+LOWERINGS: dict[str, Callable[[Making], Lowered]] = {
+    "onnx": _lower_onnx,
+    "npu": _lower_npu,
+    "xnnpack": _lower_executorch,
+    "vulkan": _lower_executorch,
+}
+"""What writes the files of a plan."""
