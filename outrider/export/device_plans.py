@@ -148,13 +148,17 @@ class _Wish:
     @property
     def context(self) -> int:
         """Of a graph whose cost follows what its cache holds: all that was asked for."""
-        given = self.options.draft_context if self.role == "draft" else None
-        return given or self.options.max_context
+        return self._given or self.options.max_context
 
     @property
     def static_context(self) -> int:
         """Of a graph whose cache is read whole at every step."""
-        return min(self.context, DRAFT_CONTEXT) if self.role == "draft" else self.context
+        longest = DRAFT_CONTEXT if self.role == "draft" else self.options.max_context
+        return self._given or min(self.options.max_context, longest)
+
+    @property
+    def _given(self) -> int | None:
+        return self.options.draft_context if self.role == "draft" else None
 
     @property
     def static_widths(self) -> tuple[int, ...]:
