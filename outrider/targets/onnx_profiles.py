@@ -13,28 +13,12 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from outrider.contracts import BoolArray, Float32Array, IntArray
+from outrider.targets.masks import additive_mask, fill_static_mask
 from outrider.targets.onnx_session import GraphMeta, Sessions
 
-__all__ = ["RUNNERS", "InplaceRunner", "SplitRunner", "additive_mask", "fill_static_mask"]
+__all__ = ["RUNNERS", "InplaceRunner", "SplitRunner"]
 
 PADDING = 1  # rows that attention in an `inplace` graph reads beyond the tokens; see export/onnx.py
-MASKED = np.float32(-1e4)  # exp(-1e4) is 0 in float32, and it also fits float16
-
-
-def additive_mask(
-    visible: BoolArray | None,  # [S, E]: which of the last E columns a row may see; None = causal
-    positions: IntArray,  # [T], of the committed rows and then the new ones
-    S: int,
-    window: int | None,
-) -> Float32Array:
-    """[S, T]: 0 where a row may look, else a large negative number. A window counts positions."""
-    T = len(positions)
-    allowed = np.ones((S, T), np.bool_)
-    recent = np.tri(S, dtype=np.bool_) if visible is None else visible
-    allowed[:, T - recent.shape[1] :] = recent
-    if window is not None:
-        allowed &= positions[T - S :, None] - positions[None, :] < window
-    return np.where(allowed, np.float32(0), MASKED)
 
 
 class Buffers:
@@ -233,19 +217,6 @@ RUNNERS: dict[str, type[InplaceRunner] | type[SplitRunner]] = {
 def empty_cache(meta: GraphMeta, length: int) -> Float32Array:
     """Keys and values of every layer in one array, [2 L, 1, G, length, d], so that a commit is one copy."""
     return np.zeros((2 * meta.layers, 1, meta.kv_heads, length, meta.head_dim), np.float32)
-
-
-def fill_static_mask(
-    out: Float32Array,  # [W, M + W]
-    mask: Float32Array,  # [S, P + S]
-) -> None:
-    """Spread a mask over a cache of static length; padding rows see only themselves."""
-    S, W, M = len(mask), len(out), out.shape[1] - len(out)
-    P = mask.shape[1] - S
-    out[:] = MASKED
-    out[:S, :P], out[:S, M : M + S] = mask[:, :P], mask[:, P:]
-    padding = np.arange(S, W)
-    out[padding, M + padding] = 0
 
 
 def cache_names(layers: int) -> list[str]:
