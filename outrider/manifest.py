@@ -215,6 +215,11 @@ class Manifest:
         """Refuse a bundle without a target, and paths that leave the bundle."""
         if "target" not in self.roles:
             raise BundleError(f"roles has no 'target', only {sorted(self.roles)}")
+        trimmed = [graph.path for graph in self.roles["target"].graphs if graph.vocab_map is not None]
+        if trimmed:
+            raise BundleError(
+                f"vocab_map of {trimmed[0]!r}: a target must have its whole vocabulary; only a draft may lack ids"
+            )
         _at_least(1, max_context=self.max_context)
         for name in self.files():
             _refuse_unsafe(name)

@@ -48,6 +48,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = field(default=())
+    head_rows: int | None = None  # logits of a head that keeps some rows only (`export.trim`); None = all
 
     def __post_init__(self) -> None:
         """Fill `layer_types` and refuse shapes that cannot be a decoder."""
@@ -60,6 +61,15 @@ class ModelConfig:
             raise CheckpointError(f"{len(self.layer_types)} layer types for {self.num_layers} layers")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise CheckpointError(f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads")
+        if self.head_rows is not None and not 1 <= self.head_rows <= self.vocab_size:
+            raise CheckpointError(f"a head of {self.head_rows} rows; the vocabulary has {self.vocab_size}")
+        if self.head_rows is not None and self.tie_embeddings:
+            raise CheckpointError("a head that keeps some rows only cannot be the embedding too")
+
+    @property
+    def num_logits(self) -> int:
+        """Columns of the logits: the vocabulary, or what is left of it."""
+        return self.vocab_size if self.head_rows is None else self.head_rows
 
     @property
     def scale(self) -> float:

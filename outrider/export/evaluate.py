@@ -20,7 +20,7 @@ from outrider.export.slots import SlotWeights, Tensors
 from outrider.manifest import GraphEntry, Manifest, RoleEntry, describe_file
 from outrider.quantize.quality import compare, evaluation_text, logit_rows, pair_acceptance
 from outrider.runtime.doctor import measure_costs
-from outrider.runtime.load import load
+from outrider.runtime.load import draft_ids, load
 from outrider.runtime.pipeline import Pipeline
 from outrider.runtime.proof import row_independence
 from outrider.runtime.timing import timing_of
@@ -52,13 +52,16 @@ def evaluate_bundle(
         quality: dict[str, Any] = {}
         drafts: list[list[Float32Array]] = []
         roles = dict(manifest.roles)
+        ids = _draft_ids(folder, pipeline)
         for role, graph in graphs.items():
             reference = FloatReference(SlotWeights(checkpoints[role]))
             report = (
                 (lambda part, role=role: progress(f"{role}: float reference", part)) if progress else None
             )
             states = reference.final_states([*wikitext, *own], report)
-            quality[role] = _against_reference(reference, states[: len(wikitext)], graph, wikitext)
+            quality[role] = _against_reference(
+                reference, states[: len(wikitext)], graph, wikitext, ids if role == "draft" else None
+            )
             quality[role]["row_deviation"] = row_independence(graph, wikitext[0][:64]).width
             entry = _write_probe(folder, role, roles[role], reference, states[0], wikitext[0])
             roles[role] = entry
@@ -67,7 +70,7 @@ def evaluate_bundle(
                     [rows.copy() for rows in reference.rows([state])] for state in states[len(wikitext) :]
                 ]
         if "draft" in graphs:
-            quality["pair"] = _acceptance(graphs, own, skips, drafts)
+            quality["pair"] = _acceptance(graphs, own, skips, drafts, ids)
         timing = timing_of(measure_costs(pipeline, repeats=3), pipeline.machine)
         quality["machine"] = pipeline.machine
     return replace(manifest, quality=quality, timing=timing, roles=roles)
@@ -79,6 +82,15 @@ def _graphs(pipeline: Pipeline) -> dict[str, Graph]:
     if model is not None:
         graphs["draft"] = model.graph  # type: ignore[attr-defined]
     return graphs
+
+
+def _draft_ids(folder: Path, pipeline: Pipeline) -> IntArray | None:
+    """The ids of a trimmed draft's columns, None where it is whole or there is no draft."""
+    placed = next((place for place in pipeline.placement if place.role == "draft"), None)
+    if placed is None or pipeline.manifest is None:
+        return None
+    entries = pipeline.manifest.roles["draft"].graphs
+    return draft_ids(folder, next(entry for entry in entries if entry.path == placed.path))
 
 
 def _segments(tokens: Sequence[int], graph: Graph) -> list[IntArray]:
@@ -107,10 +119,14 @@ def _prompt_ids(pipeline: Pipeline, prompt: str) -> list[int]:
 
 
 def _against_reference(
-    reference: FloatReference, states: Sequence[Any], graph: Graph, segments: Sequence[IntArray]
+    reference: FloatReference,
+    states: Sequence[Any],
+    graph: Graph,
+    segments: Sequence[IntArray],
+    ids: IntArray | None,
 ) -> dict[str, Any]:
     rows = chain.from_iterable(_rows(graph, segment) for segment in segments)
-    quality = compare(reference.rows(states), rows, np.concatenate(segments))
+    quality = compare(reference.rows(states), rows, np.concatenate(segments), ids)
     return {**asdict(quality), "perplexity_increase": quality.perplexity_increase}
 
 
@@ -118,9 +134,13 @@ def _acceptance(
     graphs: Mapping[str, Graph],
     texts: Sequence[IntArray],
     skips: Sequence[int],
-    float_drafts: Sequence[Iterable[Float32Array]],
+    float_drafts: Sequence[Sequence[Float32Array]],
+    ids: IntArray | None,
 ) -> dict[str, Any]:
-    """Acceptance of the float and of the exported draft by the exported target, on the target's own text."""
+    """Acceptance of the float and of the exported draft by the exported target, on the target's own text.
+
+    `ids` are those of a trimmed draft's columns; the float draft is whole, and counted trimmed as well.
+    """
 
     def own(graph: Graph) -> Iterator[Float32Array]:
         return chain.from_iterable(
@@ -131,14 +151,23 @@ def _acceptance(
         return chain.from_iterable(_skip(rows, skip) for rows, skip in zip(float_drafts, skips, strict=True))
 
     count = sum(len(text) - skip for text, skip in zip(texts, skips, strict=True))
-    quantized = pair_acceptance(own(graphs["target"]), own(graphs["draft"]), count)
+    quantized = pair_acceptance(own(graphs["target"]), own(graphs["draft"]), count, ids)
     floating = pair_acceptance(own(graphs["target"]), exact(), count)
+    trimmed = {}
+    if ids is not None:
+        fewer = pair_acceptance(own(graphs["target"]), (rows[:, ids] for rows in exact()), count, ids)
+        trimmed = {
+            "draft_vocab": len(ids),
+            "greedy_match_trimmed_float_draft": fewer.greedy_match,
+            "sum_min_pq_trimmed_float_draft": fewer.sum_min_pq,
+        }
     return {
         "greedy_match": quantized.greedy_match,
         "sum_min_pq": quantized.sum_min_pq,
         "greedy_match_float_draft": floating.greedy_match,
         "sum_min_pq_float_draft": floating.sum_min_pq,
         "tokens": count,
+        **trimmed,
     }
 
 

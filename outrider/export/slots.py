@@ -68,7 +68,7 @@ def slot_shape(config: ModelConfig, slot: str) -> tuple[int, int]:
     D, heads, kv_heads, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     shapes = {
         "embedding": (config.vocab_size, D),
-        "head": (config.vocab_size, D),
+        "head": (config.num_logits, D),
         "qkv": ((heads + 2 * kv_heads) * d, D),
         "attn_out": (D, heads * d),
         "gate_up": (2 * config.intermediate_size, D),

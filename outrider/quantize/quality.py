@@ -64,13 +64,19 @@ def compare(
     reference: Iterable[Float32Array],  # chunks of [R, V]
     quantized: Iterable[Float32Array],  # chunks of the same rows, [R, V']
     tokens: Sequence[int] | IntArray,  # [T]
+    ids: IntArray | None = None,  # [V']
 ) -> Quality:
     """Measure one stream of logit rows against another over the tokens they read.
 
     A vocabulary padded to another size is cut to the smaller one. The last row predicts nothing and is left
-    out. Raises UsageError when the streams disagree on the rows or hold fewer rows than tokens to predict.
+    out. `ids` are those of the quantized columns where its head was trimmed: both sides are then
+    distributions over these, and the perplexities are of the tokens among them. Raises UsageError when the streams
+    disagree on the rows or hold fewer rows than tokens to predict.
     """
     targets = np.asarray(tokens, np.int64)[1:]
+    if ids is not None:
+        reference = (rows[:, ids] for rows in reference)
+        targets = np.where(np.isin(targets, ids), np.searchsorted(ids, targets), -1)
     columns = [
         _compare_rows(ours, theirs, targets[start : start + len(ours)])
         for start, ours, theirs in _paired(reference, quantized, len(targets))
@@ -78,8 +84,8 @@ def compare(
     nll_reference, nll, kl, same, confident = np.concatenate(columns, axis=1)  # each [T - 1]
     sure = confident > 0
     return Quality(
-        perplexity_reference=float(np.exp(nll_reference.mean())),
-        perplexity=float(np.exp(nll.mean())),
+        perplexity_reference=float(np.exp(nll_reference[targets >= 0].mean())),
+        perplexity=float(np.exp(nll[targets >= 0].mean())),
         kl_mean=float(kl.mean()),
         top1_agreement=float(same.mean()),
         top1_agreement_confident=float(same[sure].mean()) if sure.any() else None,
@@ -87,12 +93,21 @@ def compare(
     )
 
 
-def pair_acceptance(target: Iterable[Float32Array], draft: Iterable[Float32Array], tokens: int) -> Acceptance:
+def pair_acceptance(
+    target: Iterable[Float32Array],
+    draft: Iterable[Float32Array],
+    tokens: int,
+    ids: IntArray | None = None,  # [V']
+) -> Acceptance:
     """Acceptance of a pair from their logit rows over the target's own text of so many tokens.
 
-    The last row counts too: it proposes the token after the text. Raises UsageError as `compare` does.
+    The last row counts too: it proposes the token after the text. `ids` are those of the columns of a draft whose
+    head was trimmed; it gives all others probability 0. Raises UsageError as `compare` does.
     """
-    columns = [_acceptance_rows(ours, theirs) for _, ours, theirs in _paired(target, draft, tokens)]
+    columns = [
+        _acceptance_rows(ours, theirs, ids)
+        for _, ours, theirs in _paired(target, draft, tokens, common=ids is None)
+    ]
     match, shared = np.concatenate(columns, axis=1)
     return Acceptance(float(match.mean()), float(shared.mean()), tokens)
 
@@ -123,15 +138,15 @@ def logit_rows(
 
 
 def _paired(
-    left: Iterable[Float32Array], right: Iterable[Float32Array], rows: int
+    left: Iterable[Float32Array], right: Iterable[Float32Array], rows: int, common: bool = True
 ) -> Iterator[tuple[int, Float32Array, Float32Array]]:
-    """Chunks of both streams over their common vocabulary, `rows` in all, with the row each starts at."""
+    """Chunks of both streams, `rows` in all, with the row each starts at; over their common vocabulary, or whole."""
     start = 0
     for ours, theirs in zip(left, right, strict=True):
         if len(ours) != len(theirs):
             raise UsageError(f"chunks of {len(ours)} and {len(theirs)} rows cannot be compared")
         count = min(len(ours), rows - start)
-        vocab = min(ours.shape[1], theirs.shape[1])
+        vocab = min(ours.shape[1], theirs.shape[1]) if common else None
         if count > 0:
             yield start, ours[:count, :vocab], theirs[:count, :vocab]
         start += max(count, 0)
@@ -156,10 +171,12 @@ def _compare_rows(reference: Float32Array, ours: Float32Array, targets: IntArray
     ).astype(np.float64)
 
 
-def _acceptance_rows(target: Float32Array, draft: Float32Array) -> NDArray[np.float64]:
+def _acceptance_rows(target: Float32Array, draft: Float32Array, ids: IntArray | None) -> NDArray[np.float64]:
     p = np.exp(target - _logsumexp(target)[:, None])
     q = np.exp(draft - _logsumexp(draft)[:, None])
-    match = target.argmax(axis=-1) == draft.argmax(axis=-1)
+    choice = draft.argmax(axis=-1)
+    match = target.argmax(axis=-1) == (choice if ids is None else ids[choice])
+    p = p if ids is None else p[:, ids]
     return np.stack([match.astype(np.float64), np.minimum(p, q).sum(axis=-1, dtype=np.float64)])
 
 

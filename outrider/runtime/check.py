@@ -16,7 +16,7 @@ import numpy as np
 from outrider.contracts import Float32Array, Graph, IntArray
 from outrider.errors import BackendError, BundleError
 from outrider.manifest import GraphEntry, bundle_path
-from outrider.runtime.load import Placement, load
+from outrider.runtime.load import Placement, draft_ids, load
 from outrider.runtime.pipeline import Pipeline, Result
 from outrider.runtime.proof import Agreement, RowIndependence, agreement, probe_rows, row_independence
 
@@ -98,7 +98,8 @@ def check_bundle(
             graph = _graph(pipeline, placed.role)
             entry = next(g for g in manifest.roles[placed.role].graphs if g.path == placed.path)
             probe = _read_probe(directory, entry) or _unevaluated(pipeline, graph)
-            graphs.append(_check_graph(placed, graph, probe))
+            ids = draft_ids(directory, entry)
+            graphs.append(_check_graph(placed, graph, probe, ids))
         problems = [f"{graph.role}: {problem}" for graph in graphs for problem in graph.problems]
         texts: list[TextCheck] = []
         if all(graph.executed_artifact for graph in graphs):
@@ -135,12 +136,12 @@ def _unevaluated(pipeline: Pipeline, graph: Graph) -> Probe:
     return np.asarray(ids, np.int64), [len(ids) - 1], None
 
 
-def _check_graph(placed: Placement, graph: Graph, probe: Probe) -> GraphCheck:
+def _check_graph(placed: Placement, graph: Graph, probe: Probe, ids: IntArray | None = None) -> GraphCheck:
     found: Agreement | None = None
     rows: RowIndependence | None = None
     executed = False
     try:
-        found, rows, problems = _prove(placed.role, graph, probe)
+        found, rows, problems = _prove(placed.role, graph, probe, ids)
         executed = True
     except Exception as error:  # whatever its library raises, a graph that does not run is a finding
         problems = [f"cannot be run as the manifest describes it ({_first_line(error)}); export it again"]
@@ -162,13 +163,13 @@ def _check_graph(placed: Placement, graph: Graph, probe: Probe) -> GraphCheck:
 
 
 def _prove(
-    role: str, graph: Graph, probe: Probe
+    role: str, graph: Graph, probe: Probe, ids: IntArray | None
 ) -> tuple[Agreement | None, RowIndependence | None, list[str]]:
     tokens, wanted, reference = probe
     ours = probe_rows(graph, tokens, wanted)
     if not np.isfinite(ours).all():
         return None, None, ["logits are not finite: the weights are damaged; export the bundle again"]
-    found = None if reference is None else agreement(ours, reference)
+    found = None if reference is None else agreement(ours, reference, ids)
     rows = row_independence(graph, tokens)
     return found, rows, _judge(role, found, rows)
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from outrider.contracts import Drafter, Graph
+from outrider.contracts import Drafter, Graph, IntArray
 from outrider.errors import BackendError, BundleError, MissingExtraError, UsageError
 from outrider.manifest import GraphEntry, Manifest, RoleEntry, bundle_path, token_map_hash
 from outrider.manifest import verify as verify_files
@@ -24,12 +24,13 @@ from outrider.runtime.planner import Planner
 from outrider.runtime.rounds import Engine
 from outrider.runtime.text import Tokenizer
 from outrider.runtime.timing import known_costs, machine_line
+from outrider.runtime.vocab_map import read_vocab_map
 
 if TYPE_CHECKING:
     from outrider.power.monitor import Monitor
     from outrider.targets.device import Device
 
-__all__ = ["BACKENDS", "Placement", "RoleOptions", "load", "open_role", "open_tokenizer"]
+__all__ = ["BACKENDS", "Placement", "RoleOptions", "draft_ids", "load", "open_role", "open_tokenizer"]
 
 DEFAULT_PREFILL = 512  # tokens of the prompt in one forward
 FLOAT_NOISE = 1e-3  # in logits
@@ -149,7 +150,8 @@ def _assemble(
         def reopen() -> Graph:
             return open_role(directory, "draft", manifest.roles["draft"], roles["draft"], context)[0]
 
-        drafters = _drafters(graphs.get("draft"), reopen, placement[-1], tokenizer)
+        trimmed = _trimmed_head(directory, manifest, placement[-1]) if "draft" in roles else {}
+        drafters = _drafters(graphs.get("draft"), reopen, placement[-1], tokenizer, trimmed)
         stack.callback(_close_drafters, drafters)
         machine = machine_line(placement, roles["target"].threads)
         engine = Engine(
@@ -320,12 +322,38 @@ def _template(
     return ChatTemplate(bundle_path(directory, name).read_text(encoding="utf-8"), special)
 
 
+def draft_ids(directory: str | os.PathLike[str], graph: GraphEntry) -> IntArray | None:
+    """The ids of the columns of a trimmed head [V'], or None where the head is whole.
+
+    Raises BundleError for a map that is damaged or belongs to another graph.
+    """
+    if graph.vocab_map is None:
+        return None
+    rows = graph.options.get("embedding_rows")
+    return read_vocab_map(bundle_path(directory, graph.vocab_map), graph.vocab_size, rows)
+
+
+def _trimmed_head(
+    directory: str | os.PathLike[str], manifest: Manifest, placed: Placement
+) -> Mapping[str, Any]:
+    """What a drafter must know about the head of the graph that was opened."""
+    graph = next(graph for graph in manifest.roles["draft"].graphs if graph.path == placed.path)
+    ids = draft_ids(directory, graph)
+    return {} if ids is None else {"vocab_ids": ids, "known_ids": graph.options.get("embedding_rows")}
+
+
 def _drafters(
-    draft: Graph | None, reopen: Callable[[], Graph], placed: Placement, tokenizer: Tokenizer
+    draft: Graph | None,
+    reopen: Callable[[], Graph],
+    placed: Placement,
+    tokenizer: Tokenizer,
+    trimmed: Mapping[str, Any],
 ) -> dict[str, Drafter]:
     """What can draft, the cheapest first: with a fixed k the first that has a proposal is asked."""
     drafters: dict[str, Drafter] = {"lookup": LookupDrafter()}
     if draft is not None:
         chunk = placed.prefill_width or DEFAULT_PREFILL
-        drafters["model"] = ModelDrafter(draft, tokenizer.id_limit, prefill_chunk=chunk, reopen=reopen)
+        drafters["model"] = ModelDrafter(
+            draft, tokenizer.id_limit, prefill_chunk=chunk, reopen=reopen, **trimmed
+        )
     return drafters

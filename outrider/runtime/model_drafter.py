@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from outrider.contracts import Float32Array, Graph, Output, Proposal, Sampling
+from outrider.contracts import Float32Array, Graph, IntArray, Output, Proposal, Sampling
 from outrider.errors import BackendError, UsageError
 from outrider.runtime.context import common_prefix
 from outrider.runtime.sampling import Distribution, Processor, distribution, draw, least_probability
@@ -27,6 +27,10 @@ class ModelDrafter:
     When the text outgrows the draft's context, the window slides: the older half is dropped.
 
     `reopen` opens the graph again after `release` gave its memory back; without it, it is never released.
+
+    `vocab_ids` are the ids of the columns of a trimmed head: other tokens are never proposed, q is 0 for them.
+    `known_ids` is how many ids such a graph can read (its embedding's rows), for one that is not trimmed as many
+    as it has columns.
     """
 
     name = "model"
@@ -38,6 +42,8 @@ class ModelDrafter:
         min_confidence: float = 0.3,
         prefill_chunk: int = 512,
         reopen: Callable[[], Graph] | None = None,
+        vocab_ids: IntArray | None = None,
+        known_ids: int | None = None,
     ) -> None:
         if not 0.0 <= min_confidence <= 1.0:
             raise UsageError(f"min_confidence is {min_confidence}; it must be between 0 and 1")
@@ -45,9 +51,16 @@ class ModelDrafter:
             raise UsageError(
                 f"a draft needs a context of at least 2 tokens; this one has {graph.max_context}"
             )
+        if vocab_ids is not None and len(vocab_ids) != graph.vocab_size:
+            raise UsageError(f"{len(vocab_ids)} vocab_ids for a graph with {graph.vocab_size} logits")
         self._graph: Graph | None = graph
         self._reopen = reopen
-        self.vocab_limit = min(vocab_limit or graph.vocab_size, graph.vocab_size)
+        columns = graph.vocab_size if vocab_ids is None else int(vocab_ids[-1]) + 1
+        self.known_ids = known_ids or columns
+        self.vocab_limit = min(vocab_limit or self.known_ids, self.known_ids)
+        if vocab_ids is not None and vocab_ids[0] >= self.vocab_limit:
+            raise UsageError(f"vocab_ids begin at {vocab_ids[0]}; the vocabulary ends at {self.vocab_limit}")
+        self.vocab_ids = None if vocab_ids is None else vocab_ids[vocab_ids < self.vocab_limit]
         self.min_confidence = min_confidence
         self._chunk = min(prefill_chunk, max(graph.widths) if graph.widths else prefill_chunk)
         self._processor: Processor | None = None
@@ -119,7 +132,7 @@ class ModelDrafter:
             choice = self._choose(processor.row(row), sampling, rng, len(context) + len(drafted))
             if choice is None:
                 break
-            drafted.append(choice[0])
+            drafted.append(choice[0] if self.vocab_ids is None else int(self.vocab_ids[choice[0]]))
             drawn_from.append(choice[1])
             if len(drafted) == k:
                 break
@@ -127,7 +140,8 @@ class ModelDrafter:
             row = self._run(drafted[-1:])
         for token in reversed(drafted[: len(self._cached) - self._checked]):
             processor.pop(token)
-        return _chain(drafted, None if sampling.greedy or sampling.mode == "match" else drawn_from)
+        one_hot = sampling.greedy or sampling.mode == "match"
+        return _chain(drafted, None if one_hot else drawn_from, self.vocab_ids)
 
     def observe(self, committed: Sequence[int], output: Output | None, rows: Sequence[int]) -> None:
         """Nothing to do: the cache is compared with the context when the next draft begins."""
@@ -137,7 +151,7 @@ class ModelDrafter:
         del self._cached[self.graph.length :]
         if context is not self._source or sampling is not self._sampling or self._processor is None:
             prompt = getattr(context, "prompt_length", len(context))
-            self._processor = Processor(sampling, self.vocab_limit, context[:prompt])
+            self._processor = Processor(sampling, self.vocab_limit, context[:prompt], self.vocab_ids)
             self._uniforms = Uniforms(sampling.seed)
             self._pushed = prompt
             self._checked = 0
@@ -162,7 +176,7 @@ class ModelDrafter:
 
     def _run(self, tokens: Sequence[int]) -> Float32Array | None:
         """Run tokens behind the cache; the logits [V] after the last, None when the draft lacks an id."""
-        if max(tokens) >= self.graph.vocab_size:
+        if max(tokens) >= self.known_ids:
             return None
         output = None
         for start in range(0, len(tokens), self._chunk):
@@ -179,7 +193,9 @@ class ModelDrafter:
     def _choose(
         self, row: Float32Array, sampling: Sampling, rng: np.random.Generator, position: int
     ) -> tuple[int, Distribution] | None:
-        """The next drafted token and what it was drawn from; None below the confidence."""
+        """The next drafted column and the columns it was drawn from; None below the confidence."""
+        if self.vocab_ids is not None and row.max(initial=-np.inf) == -np.inf:
+            return None  # every token of a trimmed head is banned: the target has others
         if sampling.greedy:
             token, sure = least_probability(row, self.min_confidence)
             return (token, _ONE) if sure else None
@@ -194,8 +210,13 @@ class ModelDrafter:
 _ONE = Distribution(None, np.ones(1))
 
 
-def _chain(tokens: list[int], drawn_from: list[Distribution] | None) -> Proposal:
-    """A chain proposal; q over the union of the supports, or over the whole vocabulary if one is dense."""
+def _chain(
+    tokens: list[int], drawn_from: list[Distribution] | None, vocab_ids: IntArray | None = None
+) -> Proposal:
+    """A chain proposal; q over the union of the supports, or over all columns if one is dense.
+
+    `vocab_ids` are the ids of the columns that the distributions are over; None where a column is an id.
+    """
     ids = np.array(tokens, np.int64)
     parents = np.arange(-1, len(tokens) - 1)
     if not drawn_from:
@@ -203,10 +224,10 @@ def _chain(tokens: list[int], drawn_from: list[Distribution] | None) -> Proposal
     probs = [chances.probs for chances in drawn_from]
     supports = [chances.ids for chances in drawn_from if chances.ids is not None]
     if len(supports) < len(drawn_from):
-        return Proposal(ids, parents, np.stack(probs).astype(np.float32), rule="iid")
+        return Proposal(ids, parents, np.stack(probs).astype(np.float32), vocab_ids, "iid")
     union, columns = np.unique(np.concatenate(supports), return_inverse=True)
     q = np.zeros((len(tokens), len(union)), np.float32)
     q[np.repeat(np.arange(len(tokens)), [len(support) for support in supports]), columns] = np.concatenate(
         probs
     )
-    return Proposal(ids, parents, q, union, "iid")
+    return Proposal(ids, parents, q, union if vocab_ids is None else vocab_ids[union], "iid")

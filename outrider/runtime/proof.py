@@ -41,8 +41,12 @@ class RowIndependence:
     spread: float
 
 
-def agreement(ours: Float32Array, reference: Float32Array) -> Agreement:
-    """Compare logits [R, V] with a reference [R, V']; padding columns past the narrower one are left out."""
+def agreement(ours: Float32Array, reference: Float32Array, ids: IntArray | None = None) -> Agreement:
+    """Compare logits [R, V] with a reference [R, V']; padding columns past the narrower one are left out.
+
+    `ids` [V] are those of our columns where the head was trimmed: the reference's same columns are compared.
+    """
+    reference = reference if ids is None else reference[:, ids]
     V = min(ours.shape[1], reference.shape[1])
     p, q = _log_softmax(reference[:, :V]), _log_softmax(ours[:, :V])
     return Agreement(

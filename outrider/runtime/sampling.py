@@ -65,19 +65,32 @@ class TokenLogprob:
 
 
 class Processor:
-    """Turns rows of logits into processed rows: bias, bans and penalties, for the prefix pushed so far."""
+    """Turns rows of logits into processed rows: bias, bans and penalties, for the prefix pushed so far.
 
-    def __init__(self, sampling: Sampling, vocab_limit: int, prompt: Iterable[int] = ()) -> None:
+    `ids` [V'], ascending and below `vocab_limit`, are those of a row's columns where it lacks some: a trimmed
+    draft's. What the sampling says about other ids then has no effect.
+    """
+
+    def __init__(
+        self, sampling: Sampling, vocab_limit: int, prompt: Iterable[int] = (), ids: IntArray | None = None
+    ) -> None:
         unknown = [i for i in (*sampling.logit_bias, *sampling.banned_tokens) if not 0 <= i < vocab_limit]
         if unknown:
             raise UsageError(
                 f"logit_bias or banned_tokens names id {unknown[0]}; the vocabulary has {vocab_limit} ids"
             )
-        self._limit = vocab_limit
+        self._limit = vocab_limit if ids is None else len(ids)
+        self._column = None if ids is None else _inverse(ids, vocab_limit)
         self._sampling = sampling
         self._bias_ids = np.fromiter(sampling.logit_bias.keys(), np.int64)
         self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
         self._banned = np.array(sampling.banned_tokens, np.int64)
+        if self._column is not None:
+            places = self._column[self._bias_ids]
+            self._bias_ids, self._bias = places[places >= 0], self._bias[places >= 0]
+            self._banned = self._column[self._banned]
+            self._banned = self._banned[self._banned >= 0]
+            prompt = [column for token in prompt if (column := self._place(token)) >= 0]
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         self._history = _History(prompt) if penalties != (1.0, 0.0, 0.0) else None
         self._edits = bool(self._history or len(self._bias_ids) or len(self._banned))
@@ -96,13 +109,26 @@ class Processor:
 
     def push(self, token: int) -> None:
         """Add an output token to the prefix that the next row sees."""
-        if self._history is not None:
-            self._history.push(token)
+        if self._history is not None and (place := self._place(token)) >= 0:
+            self._history.push(place)
 
     def pop(self, token: int) -> None:
         """Take back the token pushed last."""
-        if self._history is not None:
-            self._history.pop(token)
+        if self._history is not None and (place := self._place(token)) >= 0:
+            self._history.pop(place)
+
+    def _place(self, token: int) -> int:
+        """The column of a token's logit, -1 where it has none."""
+        if self._column is None:
+            return token
+        return int(self._column[token]) if token < len(self._column) else -1
+
+
+def _inverse(ids: IntArray, size: int) -> IntArray:
+    """The column of every id below `size`, -1 where it has none. [V'] -> [size]"""
+    columns = np.full(size, -1, np.int64)
+    columns[ids] = np.arange(len(ids))
+    return columns
 
 
 class _History:

@@ -94,7 +94,9 @@ class FakeGraph:
     """A `Graph` in memory over `logits` (default: `random_logits(vocab_size, seed, order)`).
 
     `costs_s` maps a width to the seconds that a forward of this width takes on `clock` (linear between
-    the widths given); nothing sleeps. `forwards` lists the width of every forward so far.
+    the widths given); nothing sleeps. `forwards` lists the width of every forward so far. `columns` are the ids
+    whose logits come out, as of a draft with a trimmed head: `vocab_size` is then their number, and every id below
+    the one given can still be read.
     """
 
     def __init__(
@@ -109,8 +111,10 @@ class FakeGraph:
         hidden_layers: tuple[int, ...] = (),
         costs_s: Mapping[int, float] | None = None,
         clock: VirtualClock | None = None,
+        columns: IntArray | None = None,
     ) -> None:
-        self.vocab_size = vocab_size
+        self.vocab_size = vocab_size if columns is None else len(columns)
+        self._known, self._columns = vocab_size, columns
         self.max_context = max_context
         self.widths = widths
         self.hidden_layers = hidden_layers
@@ -183,8 +187,8 @@ class FakeGraph:
             raise ValueError(f"{len(ids)} tokens exceed the largest width {max(self.widths)}")
         if self.length + len(ids) > self.max_context:
             raise ContextError(f"{self.length} + {len(ids)} tokens exceed the context of {self.max_context}")
-        if not all(0 <= token < self.vocab_size for token in ids):
-            raise ValueError(f"token ids {ids} exceed the vocabulary of {self.vocab_size}")
+        if not all(0 <= token < self._known for token in ids):
+            raise ValueError(f"token ids {ids} exceed the vocabulary of {self._known}")
         if not set(hidden) <= set(self.hidden_layers):
             raise ValueError(f"hidden layers {hidden}: this graph has {self.hidden_layers}")
 
@@ -194,15 +198,19 @@ class FakeGraph:
         ordered = sorted(seen, key=lambda entry: entry[1])
         wrong = any(place != index for index, (_, place) in enumerate(ordered))
         tokens = tuple(token for token, _ in ordered)
-        return tokens if not wrong else (*tokens, self.vocab_size, *(place for _, place in ordered))
+        return tokens if not wrong else (*tokens, self._known, *(place for _, place in ordered))
 
     def _answer(self, views: list[tuple[int, ...]], request: LogitsRequest) -> Float32Array | TopRows | None:
         if request == "none":
             return None
         if isinstance(request, TopK):
-            return _top_rows(np.stack([self._logits(view) for view in views]), request.n)
+            return _top_rows(np.stack([self._row(view) for view in views]), request.n)
         chosen = {"all": range(len(views)), "last": [-1]}[request] if isinstance(request, str) else request
-        return np.stack([self._logits(views[int(row)]) for row in chosen])
+        return np.stack([self._row(views[int(row)]) for row in chosen])
+
+    def _row(self, view: tuple[int, ...]) -> Float32Array:
+        row = self._logits(view)
+        return row if self._columns is None else row[self._columns]
 
 
 def _top_rows(rows: Float32Array, n: int) -> TopRows:
