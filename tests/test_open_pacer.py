@@ -27,13 +27,12 @@ def reading(quantity, value, time_s=0.0, scope="die", reason=""):
 
 
 class Thermometer:
-    """A sensor that says what it is told."""
+    """A sensor that says what it is told; the long period keeps its word fresh however busy this machine is."""
 
     name = "test"
-    period_s = 0.05
 
-    def __init__(self, *readings, clock=lambda: 0.0):
-        self.readings, self.clock = readings, clock
+    def __init__(self, *readings, clock=lambda: 0.0, period_s=1e4):
+        self.readings, self.clock, self.period_s = readings, clock, period_s
 
     def read(self):
         return [replace(reading, time_s=self.clock()) for reading in self.readings]
@@ -57,7 +56,7 @@ def stack():
 
 def trace(tmp_path, *batches):
     path = tmp_path / "telemetry.jsonl"
-    with TelemetryWriter(path) as writer:
+    with TelemetryWriter(path, interval_s=1e4) as writer:  # fresh for long, as above
         for batch in batches:
             writer(batch)
     return path
@@ -77,6 +76,18 @@ def test_a_machine_with_a_heat_sensor_is_governed_unless_told_otherwise(machine,
     machine(live(quantity, value))
     assert open_pacer(Governing(), stack) is not None
     assert open_pacer(Governing(governor=False), stack) is None
+
+
+def test_what_was_read_too_long_ago_to_hold_still_says_that_there_is_a_heat_sensor(machine, stack):
+    """A machine so busy that reading its sensors took minutes."""
+    late = Thermometer(reading("temperature", 50.0), clock=lambda: time.monotonic() - 300.0, period_s=0.05)
+    machine(late)
+    assert open_pacer(Governing(), stack) is not None
+
+
+def test_a_heat_sensor_that_has_no_value_is_none(machine, stack):
+    machine(Thermometer(reading("temperature", None, reason="permission denied")))
+    assert open_pacer(Governing(), stack) is None
 
 
 def test_sensors_are_read_in_a_thread_that_ends_with_the_pipeline(machine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,6 @@ from outrider.contracts import Energy, Reading
 from outrider.errors import TraceError, UsageError
 from outrider.manifest import GraphEntry
 from outrider.power.governor import Governor, Policy
-from outrider.power.state import State
 from outrider.runtime.decision_log import DecisionLog
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.unmetered import Unmetered, unmetered
@@ -94,8 +94,9 @@ def open_pacer(
     device = _device(governing)
     monitor, owned = _monitor(governing)
     state = monitor.poll()
-    refuse_unmeasurable(governing.policy, monitor.readings())
-    if not (governing.governor or governing.given or _tells_heat(state)):
+    readings = monitor.readings()
+    refuse_unmeasurable(governing.policy, readings)
+    if not (governing.governor or governing.given or _tells_heat(readings)):
         monitor.stop()
         return None
     if owned:
@@ -168,7 +169,11 @@ def _monitor(governing: Governing) -> tuple[Monitor, bool]:
     return given, False
 
 
-def _tells_heat(state: State) -> bool:
+def _tells_heat(readings: Sequence[Reading]) -> bool:
+    """However old they are by now: on a busy machine, reading all sensors once may take longer than they hold."""
+    from outrider.power.monitor import distill
+
+    state = distill(readings, 0.0, {reading.source: math.inf for reading in readings})
     return any(value is not None for value in (state.die_c, state.skin_c, state.headroom, state.throttle))
 
 
