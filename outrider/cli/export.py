@@ -146,7 +146,7 @@ def command(as_json_text: bool, **given: Any) -> None:
     )
     bar = ProgressBar()
     try:
-        report = export_bundle(options, bar)
+        report = export_bundle(options, bar, lambda budget: click.echo(str(budget), err=True))
     finally:
         bar.close()
     if as_json_text:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import TokenizerMismatch, UsageError
+from outrider.export.budget import Budget, fit_budget
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
 from outrider.export.device_plans import GraphPlan, check_extras, open_device, plan_graphs
 from outrider.export.options import ExportOptions, RoleOptions
@@ -50,12 +51,20 @@ class ExportReport:
     quality: dict[str, Any] = field(default_factory=dict)
 
 
-def export_bundle(options: ExportOptions, progress: Progress | None = None) -> ExportReport:
-    """Export a bundle. Raises OutriderError with what to do; on an error the destination stays as it was."""
+def export_bundle(
+    options: ExportOptions,
+    progress: Progress | None = None,
+    announce: Callable[[Budget], None] | None = None,
+) -> ExportReport:
+    """Export a bundle. Raises OutriderError with what to do; on an error the destination stays as it was.
+
+    `announce` is given the budget of the graphs before any of them is made.
+    """
     roles = {"target": options.target, **({"draft": options.draft} if options.draft else {})}
     for role, role_options in roles.items():
         role_options.recipe(role)
-    plans = plan_graphs(open_device(options.device), options)
+    device = open_device(options.device)
+    plans = plan_graphs(device, options)
     check_extras([plan for graphs in plans.values() for plan in graphs])
     with ExitStack() as stack:
         folder = stack.enter_context(fresh_folder(options.output, options.force))
@@ -66,6 +75,10 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> E
             for role, role_options in roles.items()
         }
         _check(checkpoints, options)
+        configs = {role: checkpoint.config for role, checkpoint in checkpoints.items()}
+        options, plans, budget = fit_budget(device, options, configs)
+        if announce:
+            announce(budget)
         report = ExportReport(options.output)
         manifest = _make(folder, plans, checkpoints, options, report, progress)
         write_manifest(folder, manifest)

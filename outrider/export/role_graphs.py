@@ -15,11 +15,11 @@ from outrider.export.options import ExportOptions
 from outrider.export.prompts import calibration_sequences
 from outrider.export.slots import SlotWeights
 from outrider.manifest import GraphEntry, KvEntry, RoleEntry, describe_file
+from outrider.runtime.vocab_map import VOCAB_MAP, write_vocab_map
 
 __all__ = ["LOWERINGS", "Making", "make_role"]
 
 PREFILL_WIDTH = 512
-VOCAB_MAP = "vocab_ids.i32"
 KV_DTYPES = {"npu": "uint16"}
 ELSEWHERE = (  # of a graph's description: the manifest has fields for these
     "profile",
@@ -87,7 +87,7 @@ def _weights(
 
     ids = choose_ids(checkpoint.tokenizer, vocab, checkpoint.config.vocab_size)
     path = folder / role / VOCAB_MAP
-    ids.astype("<i4").tofile(path)
+    write_vocab_map(path, ids)
     return TrimmedWeights(checkpoint, ids), path
 
 
