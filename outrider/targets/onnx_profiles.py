@@ -13,8 +13,9 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from outrider.contracts import BoolArray, Float32Array, IntArray
+from outrider.targets.graph_meta import GraphMeta
 from outrider.targets.masks import additive_mask, fill_static_mask
-from outrider.targets.onnx_session import GraphMeta, Sessions
+from outrider.targets.onnx_session import Sessions
 
 __all__ = ["RUNNERS", "InplaceRunner", "SplitRunner"]
 

@@ -1,9 +1,8 @@
-"""What an ONNX graph needs to be opened, and the ONNX Runtime sessions over its file."""
+"""ONNX Runtime sessions over the file of a graph, and what such a file says about itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,54 +11,12 @@ import onnxruntime as ort
 from outrider.errors import BackendError
 from outrider.targets.huge_pages import new_memory_on_huge_pages
 
-__all__ = ["CPU", "GraphMeta", "Sessions"]
+__all__ = ["CPU", "Sessions", "described"]
 
 CPU = "CPUExecutionProvider"
 
 
-@dataclass(frozen=True)
-class GraphMeta:
-    """What the manifest says about a graph; `from_json` reads it."""
-
-    profile: str
-    widths: tuple[int, ...] | None
-    max_context: int
-    vocab_size: int
-    hidden_size: int
-    layers: int
-    kv_heads: int
-    head_dim: int
-    hidden_layers: tuple[int, ...]
-    masks: tuple[str, ...]
-    sliding_window: int | None
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> GraphMeta:
-        """Read the record; raises BackendError when a field is missing."""
-        try:
-            return cls(
-                profile=str(values["profile"]),
-                widths=tuple(values["widths"]) if values["widths"] is not None else None,
-                hidden_layers=tuple(values["hidden_layers"]),
-                masks=tuple(values["masks"]),
-                sliding_window=values["sliding_window"],
-                **{name: int(values[name]) for name in SIZES},
-            )
-        except KeyError as missing:
-            raise BackendError(f"the graph's description lacks {missing}; export the bundle again") from None
-
-    def refuse_another_graph(self, session: Any, path: Path) -> None:
-        """Raise BackendError naming the first size in which an opened graph differs from this description."""
-        for name, found in _described(session).items():
-            said = getattr(self, name)
-            if found != said:
-                raise BackendError(
-                    f"{path} has {name} {found}, the manifest says {said}; they do not belong together: "
-                    "export the bundle again"
-                )
-
-
-def _described(session: Any) -> dict[str, Any]:
+def described(session: Any) -> dict[str, Any]:
     """What the inputs and outputs of a graph say about it; names are those of `GraphMeta`."""
     inputs = {value.name: value.shape for value in session.get_inputs()}
     outputs = {value.name: value.shape for value in session.get_outputs()}
@@ -82,9 +39,6 @@ def _described(session: Any) -> dict[str, Any]:
         "hidden_layers": tuple(hidden),
         **{name: size for name, size in sizes.items() if isinstance(size, int)},  # others are not fixed
     }
-
-
-SIZES = ("max_context", "vocab_size", "hidden_size", "layers", "kv_heads", "head_dim")
 
 
 ENTRIES = {

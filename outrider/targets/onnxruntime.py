@@ -9,31 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
-
-from outrider.contracts import BoolArray, Float32Array, IntArray, LogitsRequest, Output, TopK, TopRows
-from outrider.errors import BackendError, ContextError
+from outrider.errors import BackendError
+from outrider.targets.cached_graph import CachedGraph, top_rows
+from outrider.targets.graph_meta import GraphMeta
 from outrider.targets.onnx_profiles import RUNNERS
-from outrider.targets.onnx_session import CPU, GraphMeta, Sessions
+from outrider.targets.onnx_session import CPU, Sessions, described
 
 __all__ = ["GraphMeta", "OnnxGraph", "top_rows"]
 
 
-class OnnxGraph:
+class OnnxGraph(CachedGraph):
     """A `contracts.Graph` over an ONNX file. Make one with `load`."""
 
-    hidden_layers: tuple[int, ...]
-
     def __init__(self, meta: GraphMeta, sessions: Sessions) -> None:
-        self.meta, self._sessions = meta, sessions
-        self.vocab_size, self.max_context = meta.vocab_size, meta.max_context
-        self.widths, self.hidden_layers = meta.widths, meta.hidden_layers
-        self._length = 0
-        self._pending = 0  # rows of the last forward that can still be committed
-        self._positions = np.zeros(meta.max_context, np.int64)  # of committed rows, then of pending ones
-        self._runner = RUNNERS[meta.profile](meta, sessions)
+        super().__init__(meta, RUNNERS[meta.profile](meta, sessions), "ONNX Runtime")
+        self._sessions = sessions
 
     @classmethod
     def load(
@@ -60,124 +52,12 @@ class OnnxGraph:
             Path(path), record.max_context, threads, providers, provider_options, session_options or {}
         )
         session = sessions.get((record.widths[0], 1) if record.widths else None)
-        record.refuse_another_graph(session, sessions.path)
-        return cls(record, sessions)
-
-    @property
-    def length(self) -> int:
-        """Tokens committed to the KV cache."""
-        return self._length
-
-    @property
-    def providers(self) -> tuple[str, ...]:
-        """The execution providers that ONNX Runtime uses, by preference."""
-        return tuple(self._sessions.get(None).get_providers())
-
-    def forward(
-        self,
-        tokens: Sequence[int] | IntArray,
-        positions: IntArray | None = None,
-        mask: BoolArray | None = None,
-        logits: LogitsRequest = "all",
-        hidden: tuple[int, ...] = (),
-        features: Float32Array | None = None,
-    ) -> Output:
-        """Run S tokens after the committed prefix; see `contracts.Graph`. The next one reuses `logits`."""
-        ids = np.asarray(tokens, dtype=np.int64)
-        S = len(ids)
-        self._check(S, positions, hidden, features)
-        straight = np.arange(self._length, self._length + S)
-        self._positions[self._length : self._length + S] = straight if positions is None else positions
-        if mask is not None and np.array_equal(mask, np.tri(S, dtype=np.bool_)):
-            mask = None
-        rows = requested_rows(logits, S)
-        self._pending = 0
-        try:
-            values, states = self._runner.run(ids, self._positions[: self._length + S], mask, rows)
-        except RuntimeError as error:
-            raise BackendError(
-                f"ONNX Runtime failed in a forward of {S} tokens after {self._length}: {error}; the graph and its "
-                "manifest may not belong together (run `outrider check`)"
-            ) from error
-        self._pending = S
-        found = {layer: states[self.hidden_layers.index(layer)] for layer in hidden}
-        if isinstance(logits, TopK):
-            return Output(top_rows(values, logits.n), found)
-        return Output(None if logits == "none" else values, found)
-
-    def commit(self, rows: Sequence[int] | IntArray) -> None:
-        """Keep these rows of the last forward, in this order; raises ValueError for rows it did not have."""
-        order = np.asarray(rows, dtype=np.int64)
-        if order.size and (order.min() < 0 or order.max() >= self._pending):
-            raise ValueError(f"rows {order.tolist()} are not among the {self._pending} of the last forward")
-        self._runner.commit(self._length, order)
-        start, end = self._length, self._length + len(order)
-        self._positions[start:end] = self._positions[start + order]
-        self._length, self._pending = end, 0
-
-    def truncate(self, length: int) -> None:
-        """Forget everything from position `length` on."""
-        if not 0 <= length <= self._length:
-            raise ValueError(f"cannot truncate to {length}: the cache holds {self._length} tokens")
-        self._length, self._pending = length, 0
+        record.refuse_another_graph(described(session), sessions.path)
+        graph = cls(record, sessions, RUNNERS[record.profile](record, sessions))
+        graph.providers = tuple(session.get_providers())
+        return graph
 
     def close(self) -> None:
         """Free sessions and buffers; closing twice is allowed."""
         self._sessions.close()
-        self._runner.close()
-
-    def _check(
-        self, S: int, positions: IntArray | None, hidden: tuple[int, ...], features: Float32Array | None
-    ) -> None:
-        if self._sessions.closed:
-            raise BackendError("the graph is closed")
-        if S < 1:
-            raise ValueError("a forward needs at least one token")
-        if self.widths is not None and max(self.widths) < S:
-            raise ValueError(f"{S} tokens exceed the largest width of this graph, {self.widths[-1]}")
-        top = self._length + S if positions is None else int(np.max(positions)) + 1
-        if max(top, self._length + S) > self.max_context:
-            raise ContextError(
-                f"{S} tokens after {self._length} (up to position {top - 1}) exceed the context of "
-                f"{self.max_context}; truncate, or export with a larger --max-context"
-            )
-        if features is not None:
-            raise ValueError("this graph does not read features of another model")
-        unknown = [layer for layer in hidden if layer not in self.hidden_layers]
-        if unknown:
-            raise ValueError(f"hidden layers {unknown} were not exported; exported: {self.hidden_layers}")
-
-
-def requested_rows(request: LogitsRequest, S: int) -> IntArray:
-    """The row indices that a request stands for; none becomes no rows."""
-    if isinstance(request, TopK) or (isinstance(request, str) and request == "all"):
-        return np.arange(S)
-    if isinstance(request, str):
-        return np.arange(S - 1, S) if request == "last" else np.zeros(0, np.int64)
-    rows = np.asarray(request, dtype=np.int64)
-    if rows.size and (rows.min() < 0 or rows.max() >= S):
-        raise ValueError(f"logits of rows {rows.tolist()} were asked for, but there are {S} tokens")
-    return rows
-
-
-def top_rows(
-    logits: Float32Array,  # [R, V]
-    n: int,
-) -> TopRows:
-    """The n largest logits of every row, the lower id first among equals, and each row's logsumexp."""
-    n = min(n, logits.shape[1])
-    if n == 1:
-        ids = logits.argmax(axis=1)[:, None]  # numpy takes the first of equals
-    else:
-        ids = np.stack([_top_ids(row, n) for row in logits]) if len(logits) else np.zeros((0, n), np.int64)
-    values = np.take_along_axis(logits, ids, axis=1)
-    peak = logits.max(axis=1, keepdims=True, initial=-np.inf)
-    total = np.log(np.exp(logits - peak).sum(axis=1)) + peak[:, 0]
-    return TopRows(ids.astype(np.int64), values, total.astype(np.float32))
-
-
-def _top_ids(row: Float32Array, n: int) -> IntArray:
-    edge = np.partition(row, -n)[-n]
-    above, equal = np.flatnonzero(row > edge), np.flatnonzero(row == edge)
-    ids = np.concatenate([above, equal[: n - len(above)]])
-    return cast(IntArray, ids[np.lexsort((ids, -row[ids]))])
+        super().close()

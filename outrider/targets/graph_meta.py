@@ -1,0 +1,56 @@
+"""What the manifest says about a graph: the record that every backend opens one with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import BackendError
+
+__all__ = ["GraphMeta"]
+
+SIZES = ("max_context", "vocab_size", "hidden_size", "layers", "kv_heads", "head_dim")
+
+
+@dataclass(frozen=True)
+class GraphMeta:
+    """What the manifest says about a graph; `from_json` reads it."""
+
+    profile: str
+    widths: tuple[int, ...] | None
+    max_context: int
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden_layers: tuple[int, ...]
+    masks: tuple[str, ...]
+    sliding_window: int | None
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> GraphMeta:
+        """Read the record; raises BackendError when a field is missing."""
+        try:
+            return cls(
+                profile=str(values["profile"]),
+                widths=tuple(values["widths"]) if values["widths"] is not None else None,
+                hidden_layers=tuple(values["hidden_layers"]),
+                masks=tuple(values["masks"]),
+                sliding_window=values["sliding_window"],
+                **{name: int(values[name]) for name in SIZES},
+            )
+        except KeyError as missing:
+            raise BackendError(f"the graph's description lacks {missing}; export the bundle again") from None
+
+    def refuse_another_graph(self, described: Mapping[str, Any], path: Path) -> None:
+        """Raise BackendError naming the first field in which an opened graph's own description differs."""
+        for name, found in described.items():
+            said = getattr(self, name)
+            if found != said:
+                raise BackendError(
+                    f"{path} has {name} {found}, the manifest says {said}; they do not belong together: "
+                    "export the bundle again"
+                )
