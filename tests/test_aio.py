@@ -33,7 +33,7 @@ class Gated(FakeGraph):
     def forward(self, *arguments: Any, **options: Any) -> Any:
         self.threads.add(threading.current_thread().name)
         self.waiting.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         self.waiting.clear()
         return super().forward(*arguments, **options)
 
@@ -52,7 +52,7 @@ def make(byte_level_bpe: Any) -> Callable[..., Pipeline]:
 
 async def reached(graph: Gated) -> None:
     """A forward has begun and waits."""
-    assert await asyncio.to_thread(graph.waiting.wait, 10)
+    assert await asyncio.to_thread(graph.waiting.wait, 60)
 
 
 def workers() -> list[str]:
@@ -204,7 +204,7 @@ def test_what_a_cancelled_task_loads_is_closed_again(
 
     def slowly(directory: str) -> Pipeline:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return pipeline
 
     monkeypatch.setattr("outrider.runtime.aio.load", slowly)
@@ -212,12 +212,12 @@ def test_what_a_cancelled_task_loads_is_closed_again(
 
     async def main() -> None:
         task = asyncio.create_task(AsyncPipeline.load("bundle"))
-        await asyncio.to_thread(begun.wait, 10)
+        await asyncio.to_thread(begun.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not closed.is_set()
         go_on.set()
-        assert await asyncio.to_thread(closed.wait, 10)
+        assert await asyncio.to_thread(closed.wait, 60)
 
     asyncio.run(main())

@@ -404,7 +404,7 @@ main()
 def interrupt(process: subprocess.Popen[str]) -> str:
     """What a process that was told to stop said last."""
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert error_line(err) == "outrider: interrupted"
@@ -435,7 +435,7 @@ def test_a_reader_that_goes_away_is_no_traceback(quantized_bundle: Path) -> None
     os.close(read)
     with started(words, stdout=write) as process:
         os.close(write)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
         assert process.returncode == 1
     assert "Traceback" not in err
     assert "BrokenPipe" not in err

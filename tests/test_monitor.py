@@ -439,9 +439,9 @@ def test_listeners_get_every_batch_and_a_broken_one_is_taken_out() -> None:
 # Monitor in its thread
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+def eventually(condition: Callable[[], bool], looks: int = 12_000) -> bool:
+    """Whether it comes true within a minute, or longer on a machine that is busy."""
+    for _ in range(looks):
         if condition():
             return True
         time.sleep(0.005)
@@ -453,7 +453,7 @@ def test_the_thread_samples_until_its_owner_joins_it() -> None:
     before = threading.active_count()
     with Monitor([sensor], interval_s=0.01) as monitor:
         assert eventually(lambda: sensor.reads > 5)
-        assert monitor.poll().die_c == 40
+        assert [reading.value for reading in monitor.readings()] == [40]
     assert threading.active_count() == before
     reads = sensor.reads
     time.sleep(0.05)
@@ -484,7 +484,7 @@ def test_a_read_that_blocks_is_reported_and_the_rest_goes_on(monkeypatch: pytest
 
     def hang(n: int) -> float:
         if n == 2:
-            release.wait(20)
+            release.wait(120)
         return 50.0
 
     stuck, fine = (
@@ -521,7 +521,7 @@ def test_the_sleep_is_injected() -> None:
 
     sensor = Scripted(clock, lambda n: 40, 0.5)
     monitor = Monitor([sensor], clock, sleep=sleep).start()
-    assert done.wait(10)
+    assert done.wait(60)
     monitor.stop()
     assert slept[:20] == pytest.approx([0.5] * 20)
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,9 +19,9 @@ from click.testing import CliRunner
 from outrider.cli import record as record_cli
 from outrider.cli.doctor import UNITS, describe_telemetry
 from outrider.cli.record import describe, sensors_of
-from outrider.contracts import Quantity, Reading
-from outrider.power.monitor import Monitor, open_telemetry
-from outrider.power.recorder import Coverage, record
+from outrider.contracts import Clock, Quantity, Reading
+from outrider.power.monitor import BLOCKED_S, Monitor, open_telemetry
+from outrider.power.recorder import Coverage, Recorded, record
 from outrider.power.sensors.adb import AdbPhone
 from outrider.power.sensors.rapl import Rapl
 from outrider.power.telemetry import TelemetryError, read_telemetry
@@ -33,20 +34,53 @@ class Zone:
 
     period_s = 0.02
 
-    def __init__(self, name: str = "zone", value: Callable[[], float | None] = lambda: 40.0) -> None:
-        self.name, self.value = name, value
+    def __init__(
+        self,
+        name: str = "zone",
+        value: Callable[[], float | None] = lambda: 40.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.name, self.value, self.clock, self.reads = name, value, clock, 0
 
     def read(self) -> list[Reading]:
+        self.reads += 1
         value = self.value()
         reason = "" if value is not None else "permission denied; sudo chmod a+r it"
-        return [Reading(f"{self.name}:x", "temperature", value, "die", "instant", time.monotonic(), reason)]
+        return [Reading(f"{self.name}:x", "temperature", value, "die", "instant", self.clock(), reason)]
+
+
+class Studio:
+    """A recording on a virtual clock: it moves when the recording sleeps, which lasts until the monitor's thread
+    has read the sensors again, so that no load on this machine changes how many readings come."""
+
+    def __init__(self, silent: bool = False) -> None:
+        self.clock, self.slept = VirtualClock(), 0
+        self.zones = [Zone("zone", clock=self.clock)]
+        if silent:
+            self.zones.append(Zone("locked", lambda: None, self.clock))
+        self.monitor = Monitor(self.zones, self.clock, 0.02, sleep=lambda seconds: time.sleep(0.001))
+
+    def sleep(self, seconds: float) -> None:
+        self._wait(1 + self.slept)
+        self.clock.advance(seconds)
+        self.slept += 1
+        self._wait(1 + self.slept)
+
+    def _wait(self, reads: int) -> None:
+        for _ in range(60_000):
+            if self.monitor.reads >= reads * len(self.zones):
+                return
+            time.sleep(0.001)
+
+    def record(self, path: Path, seconds: float | None) -> Recorded:
+        return record(self.monitor, path, seconds, self.clock, self.sleep, tool="outrider test")
 
 
 def test_a_recording_is_a_trace_that_plays_back(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    done = record(Monitor([Zone()], interval_s=0.02), path, seconds=0.2, tool="outrider test")
+    done = Studio().record(path, seconds=0.6)
     readings = [reading for batch in read_telemetry(path) for reading in batch]
-    assert done.readings == len(readings) > 1
+    assert done.readings == len(readings) == 4, "one at first, and one after each 0.2 s"
     assert (done.sources, done.silent, done.path) == (1, {}, str(path))
     assert read_telemetry(path).header["tool"] == "outrider test"
     clock = VirtualClock()
@@ -54,30 +88,66 @@ def test_a_recording_is_a_trace_that_plays_back(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_read_is_counted_apart(tmp_path: Path) -> None:
-    silent = Zone("locked", lambda: None)
-    done = record(Monitor([Zone(), silent], interval_s=0.02), tmp_path / "t.jsonl", seconds=0.1)
-    assert done.sources == 1
+    done = Studio(silent=True).record(tmp_path / "t.jsonl", seconds=0.2)
+    assert (done.sources, done.readings) == (1, 2)
     assert done.silent == {"locked:x": "permission denied; sudo chmod a+r it"}
     assert "1 more without any value" in describe(done)
 
 
 def test_ctrl_c_is_a_normal_end(tmp_path: Path) -> None:
-    looks = iter(range(3))
+    studio = Studio()
 
     def sleep(seconds: float) -> None:
-        time.sleep(0.05)
-        if next(looks, None) is None:
+        studio.sleep(seconds)
+        if studio.slept == 3:
             raise KeyboardInterrupt
 
     path = tmp_path / "t.jsonl"
-    done = record(Monitor([Zone()], interval_s=0.02), path, sleep=sleep)
-    assert done.readings == sum(len(batch) for batch in read_telemetry(path)) > 1
+    done = record(studio.monitor, path, None, studio.clock, sleep)
+    assert done.readings == sum(len(batch) for batch in read_telemetry(path)) == 4
+
+
+def test_however_short_a_recording_is_every_sensor_is_asked_once(tmp_path: Path) -> None:
+    """A machine so busy that the time is over before the monitor's thread has begun."""
+    clock = VirtualClock()
+    zones = [Zone("first", clock=clock), Zone("second", clock=clock)]
+    begin = threading.Event()
+
+    def read() -> float:
+        begin.wait(60)
+        return 40.0
+
+    zones[0].value = read
+
+    def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+        if clock() > 0.15:
+            begin.set()
+        time.sleep(0.001)
+
+    monitor = Monitor(zones, clock, 0.02, sleep=lambda seconds: time.sleep(0.001))
+    done = record(monitor, tmp_path / "t.jsonl", 0.1, clock, sleep)
+    assert done.sources == 2
+
+
+def test_a_sensor_that_never_answers_does_not_hold_a_recording_for_ever(tmp_path: Path) -> None:
+    clock, release = VirtualClock(), threading.Event()
+    zone = Zone(value=lambda: 40.0 if release.wait(60) else None, clock=clock)
+    monitor = Monitor([zone], clock, 0.02, sleep=lambda seconds: time.sleep(0.001))
+
+    def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+        if clock() > 0.1 + BLOCKED_S - 0.005:  # the last of it: the thread may end
+            release.set()
+
+    record(monitor, tmp_path / "t.jsonl", 0.1, clock, sleep)
+    assert clock() == pytest.approx(0.1 + BLOCKED_S, abs=0.02)
 
 
 def test_a_monitor_is_left_without_the_recordings_listeners(tmp_path: Path) -> None:
-    monitor = Monitor([Zone()], interval_s=0.02)
-    record(monitor, tmp_path / "t.jsonl", seconds=0.05)
-    assert monitor.listeners == []
+    studio = Studio()
+    studio.record(tmp_path / "t.jsonl", seconds=0.2)
+    assert studio.monitor.listeners == []
 
 
 def test_a_disk_that_fills_up_ends_the_recording_with_an_error_and_a_valid_trace(
@@ -226,11 +296,11 @@ def test_the_trace_is_valid_whether_it_is_ended_or_killed(tmp_path: Path, end: s
     path = tmp_path / "t.jsonl"
     command = [sys.executable, "-m", "outrider", "record", "-o", str(path), "--interval", "0.02"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while (not path.exists() or path.read_bytes().count(b"\n") < 4) and time.monotonic() < until:
             time.sleep(0.02)
         process.send_signal(end)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     assert len(list(read_telemetry(path))) >= 3
     if end == signal.SIGINT:
         assert process.returncode == 0, err
@@ -249,6 +319,7 @@ def test_adb_chooses_a_phone() -> None:
 
 def test_doctor_lists_values_then_reasons_and_what_is_not_there() -> None:
     sensors = [Zone("locked", lambda: None), Zone("open")]
+    sensors[1].period_s = 1e4  # what it says stays fresh
     found = inspect_telemetry(sensors, sleep=lambda seconds: None, kinds=(Rapl,))
     assert [reading.source for reading in found.readings] == ["open:x", "locked:x"]
     assert found.state.die_c == 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from outrider.contracts import Clock, Reading
-from outrider.power.monitor import STALE_PERIODS, Monitor, plausible
+from outrider.power.monitor import BLOCKED_S, STALE_PERIODS, Monitor, plausible
 from outrider.power.telemetry import TelemetryWriter
 
 __all__ = ["Coverage", "Recorded", "record"]
 
 _LOOK_S = 0.2  # how often the recording looks whether it should end
+_SOON_S = 0.01  # the same when it should, and some sensor has not been asked yet
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def record(
 ) -> Recorded:
     """Write what a monitor reads to a trace for `seconds`, or until Ctrl-C, which is a normal end.
 
+    However short the time is, every sensor is asked once, unless one does not answer within `BLOCKED_S`.
     Raises TelemetryError when the file cannot be written; what was written before stays a valid trace.
     """
     coverage = Coverage(monitor.periods)
@@ -121,10 +124,12 @@ def _wait(
     clock: Clock,
     sleep: Callable[[float], object],
 ) -> None:
-    end_s = None if seconds is None else clock() + seconds
+    end_s = math.inf if seconds is None else clock() + seconds
     try:
-        while writer.error is None and (end_s is None or clock() < end_s):
-            sleep(_LOOK_S if end_s is None else min(_LOOK_S, max(0.0, end_s - clock())))
+        while writer.error is None and (left_s := end_s - clock()) > -BLOCKED_S:
+            if left_s <= 0.0 and monitor.reads >= len(monitor.sensors):
+                return
+            sleep(min(_LOOK_S, left_s if left_s > 0.0 else _SOON_S))
             monitor.state()  # notices a blocked sensor
     except KeyboardInterrupt:
         return
