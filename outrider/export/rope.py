@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from outrider.errors import CheckpointError
 from outrider.export.config import ModelConfig
 
-__all__ = ["rope_tables", "rotary_size"]
+__all__ = ["rope_frequencies", "rope_tables", "rotary_size"]
 
 Frequencies = NDArray[np.float64]
 Scaled = tuple[Frequencies, float]  # frequencies and the factor on cosines and sines
@@ -35,14 +35,21 @@ def rope_tables(
 
     Raises CheckpointError for a scaling that is not known.
     """
+    frequencies, factor = rope_frequencies(config, layer_type, max_context)
+    angles = np.arange(max_context + padding, dtype=np.float64)[:, None] * frequencies  # [M, rotary/2]
+    return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
+
+
+def rope_frequencies(config: ModelConfig, layer_type: str, max_context: int) -> tuple[Frequencies, float]:
+    """Radians per position [rotary/2] of a layer type, and the factor on cosines and sines.
+
+    Raises CheckpointError for a scaling that is not known.
+    """
     local = layer_type == "sliding" and config.rope_local_theta is not None
     theta = config.rope_local_theta if local else config.rope_theta
     rotary = rotary_size(config)
     base = float(theta or config.rope_theta) ** (-np.arange(0, rotary, 2, dtype=np.float64) / rotary)
-    scaling = None if local else config.rope_scaling
-    frequencies, factor = _scaled(base, scaling, config, max_context)
-    angles = np.arange(max_context + padding, dtype=np.float64)[:, None] * frequencies  # [M, rotary/2]
-    return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
+    return _scaled(base, None if local else config.rope_scaling, config, max_context)
 
 
 def _scaled(

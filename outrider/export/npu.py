@@ -1,0 +1,141 @@
+"""Lower a decoder for the Hexagon NPU through ONNX Runtime QNN: static QDQ graphs over a cache that the host keeps.
+
+One ONNX file per width, all reading one data file. The host looks rows of the embedding up, turns positions into
+cosines and sines and visibility into a bounded mask, and copies new rows of keys and values into the cache as
+the integers that they are: past and present of a tensor have one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import ExportError, UsageError
+from outrider.export.calibrate import LayerMoments
+from outrider.export.config import ModelConfig
+from outrider.export.lowered import Lowered
+from outrider.export.npu_calibrate import calibrate_ranges
+from outrider.export.npu_embedding import write_embedding
+from outrider.export.npu_graph import NpuGraph, lay_out, row_count
+from outrider.export.npu_qdq import DataStore, Scale, choose_scales, store_weights, write_quantized
+from outrider.export.onnx import check_request, graph_meta
+from outrider.export.rope import rope_frequencies
+from outrider.export.slots import SlotWeights, matrix_slots, slot_shape
+from outrider.quantize.calibration import GPTQ_INPUTS
+from outrider.quantize.npu_recipes import NpuRecipe
+from outrider.quantize.ranges import Range
+
+__all__ = ["export_npu", "npu_meta"]
+
+DATA, EMBEDDING = "weights.data", "embedding.i8"
+Progress = Callable[[str, int, int], None]
+
+
+def export_npu(
+    config: ModelConfig,
+    weights: SlotWeights,
+    recipe: NpuRecipe,
+    place: Path,
+    *,
+    max_context: int,
+    widths: Sequence[int] = (1, 2, 64),
+    calibration: Sequence[Sequence[int]],
+    ranges: Mapping[str, Range] | None = None,
+    progress: Progress | None = None,
+) -> Lowered:
+    """Write `w<width>.onnx`, their data file and the host's embedding table into the folder `place`.
+
+    `calibration` holds token ids of real prompts, which give every activation its range; `ranges` of an earlier
+    run can be passed instead. `progress(what, done, total)` is called as work goes on. Raises UsageError for what
+    cannot be exported, ExportError when a weight is left out.
+    """
+    check_request(config, "split", max_context, widths, ())
+    place.mkdir(parents=True, exist_ok=True)
+    table, embedding, embedding_report = write_embedding(config, weights, place / EMBEDDING)
+    if ranges is None:
+        report = (lambda part: progress("calibration", round(100 * part), 100)) if progress else None
+        ranges = calibrate_ranges(
+            config, weights, table, calibration, max_context=max_context, progress=report
+        )
+    ranges = {**ranges, **host_ranges(config, max_context, table.extremes())}
+    graphs = {
+        width: lay_out(config, weights, max_context=max_context, width=width, rows=row_count(width))
+        for width in sorted(widths)
+    }
+    first = next(iter(graphs.values()))
+    scales, masked = choose_scales(first, ranges)
+    moments = slot_moments(weights, recipe, calibration)
+    with open(place / DATA, "wb") as file:
+        store = DataStore(file, DATA)
+        stored = store_weights(first, weights, recipe, store, moments=moments, progress=progress)
+        for width, graph in graphs.items():
+            write_quantized(graph, scales, stored, place / f"w{width}.onnx", store)
+    reports = (embedding_report, *stored.reports)
+    missing = set(matrix_slots(config)) - {report.slot for report in reports}
+    if missing:
+        raise ExportError(f"{len(missing)} slots were left without a weight, one is {min(missing)}")
+    functions = {str(width): f"w{width}.onnx" for width in graphs}
+    meta = npu_meta(config, first, scales, masked, max_context, tuple(graphs))
+    return Lowered(
+        files=(*(place / name for name in functions.values()), place / DATA, place / EMBEDDING),
+        meta={**meta, "embedding": embedding, "precision": recipe.name},
+        slots=reports,
+        functions=functions,
+        embedding_file=place / EMBEDDING,
+    )
+
+
+def host_ranges(config: ModelConfig, max_context: int, embedding: tuple[float, float]) -> dict[str, Range]:
+    """The ranges of what the host computes, whatever the text is."""
+    found = {"x": Range(*embedding)}
+    for kind in sorted(set(config.layer_types)):
+        factor = rope_frequencies(config, kind, max_context)[1]
+        found |= {f"{part}_{kind}": Range(-factor, factor) for part in ("cos", "sin")}
+    return found
+
+
+def slot_moments(
+    weights: SlotWeights, recipe: NpuRecipe, sequences: Sequence[Sequence[int]]
+) -> Mapping[str, NDArray[np.float32]]:
+    """Second moments of what each weight reads, computed a layer at a time as they are asked for."""
+    config = weights.config
+    needed = {}
+    for slot in matrix_slots(config)[1:]:
+        whole = recipe.method_for(slot) == "gptq"
+        if whole and slot_shape(config, slot)[1] > GPTQ_INPUTS:
+            raise UsageError(
+                f"{slot} has {slot_shape(config, slot)[1]} inputs; error compensation takes {GPTQ_INPUTS} at most: "
+                "choose method mse or an 8-bit override"
+            )
+        needed[slot] = whole
+    if not any(needed.values()):
+        return {}  # unweighted search: no float pass over the text
+    return LayerMoments(weights, needed, [np.asarray(ids, np.int64) for ids in sequences])
+
+
+def npu_meta(
+    config: ModelConfig,
+    graph: NpuGraph,
+    scales: Mapping[str, Scale],
+    masked: float,
+    max_context: int,
+    widths: tuple[int, ...],
+) -> dict[str, Any]:
+    """What a backend must know to run the graphs; JSON values only."""
+    names = [*(name for name, value in graph.inputs.items() if value.kind == "activation"), *graph.outputs]
+    rope = {}
+    for kind in sorted(set(config.layer_types)):
+        frequencies, factor = rope_frequencies(config, kind, max_context)
+        rope[kind] = {"inv_freq": [float(f) for f in frequencies], "scale": float(factor)}
+    return {
+        **graph_meta(config, "split", max_context, widths),
+        "scales": {name: [scales[name].scale, scales[name].zero_point] for name in names},
+        "dtypes": {name: np.dtype(scales[name].dtype).name for name in names},
+        "rows": {str(width): row_count(width) for width in widths},
+        "masked": masked,
+        "rope": rope,
+    }

@@ -1,0 +1,90 @@
+"""The table that the host looks tokens up in: 8-bit blocks in a plain file that any app can map into memory.
+
+The file holds codes int8 [V, D], then scales float16 [V, D / block], little-endian, without a header; the value of
+column j is code * scale[j // block], and the model's embedding scale is already in it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.export.config import ModelConfig
+from outrider.export.slots import SlotWeights
+from outrider.quantize.report import SlotReport
+
+__all__ = ["EmbeddingTable", "write_embedding"]
+
+BLOCK = 32
+CHUNK = 4096  # rows at a time
+
+
+class EmbeddingTable:
+    """Rows of an embedding file as the graph's host reads them."""
+
+    def __init__(self, path: Path, meta: dict[str, Any]) -> None:
+        V, D, block = meta["rows"], meta["columns"], meta["block"]
+        self.block = block
+        self.codes = np.memmap(path, np.int8, "r", 0, (V, D))
+        self.scales = np.memmap(path, "<f2", "r", meta["scales_offset"], (V, D // block))
+
+    def __call__(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """[S] -> [S, D]"""
+        scales = np.repeat(self.scales[tokens].astype(np.float32), self.block, axis=1)
+        return self.codes[tokens].astype(np.float32) * scales
+
+    def extremes(self) -> tuple[float, float]:
+        """The smallest and the largest value of any row."""
+        low = high = 0.0
+        for start in range(0, len(self.codes), CHUNK):
+            rows = self(np.arange(start, min(start + CHUNK, len(self.codes))))
+            low, high = min(low, float(rows.min())), max(high, float(rows.max()))
+        return low, high
+
+
+def write_embedding(
+    config: ModelConfig, weights: SlotWeights, path: Path
+) -> tuple[EmbeddingTable, dict[str, Any], SlotReport]:
+    """Write the table; returns it, how to read it, and what became of the weights."""
+    matrix = weights.matrix("embedding")
+    V, D = matrix.shape
+    block = BLOCK if D % BLOCK == 0 else D
+    scales = np.empty((V, D // block), "<f2")
+    lost = 0.0
+    with open(path, "wb") as file:
+        for start in range(0, V, CHUNK):
+            rows = matrix[start : start + CHUNK] * np.float32(config.embedding_scale)
+            blocks = rows.reshape(len(rows), -1, block)
+            # The half-precision scale is rounded up, so that no code leaves the int8 range.
+            exact = np.maximum(np.abs(blocks).max(axis=2) / 127, 2**-20)
+            half = np.nextafter(exact.astype(np.float16), np.float16(np.inf))
+            step = half.astype(np.float32)[..., None]
+            codes = np.rint(blocks / step)
+            lost += float(np.square(blocks - codes * step, dtype=np.float64).sum())
+            file.write(codes.astype(np.int8).tobytes())
+            scales[start : start + CHUNK] = half
+        file.write(scales.tobytes())
+    meta = {
+        "dtype": "int8",
+        "rows": V,
+        "columns": D,
+        "block": block,
+        "scale_dtype": "float16",
+        "scales_offset": V * D,
+    }
+    total = float(np.square(matrix, dtype=np.float64).sum()) * config.embedding_scale**2
+    report = SlotReport(
+        slot="embedding",
+        shape=(V, D),
+        before=str(matrix.dtype),
+        after=f"int8-b{block}",
+        bytes_before=matrix.nbytes,
+        bytes_after=path.stat().st_size,
+        relative_error=float(np.sqrt(lost / total)) if total else 0.0,
+        carried=False,
+        reason="looked up on the host",
+    )
+    return EmbeddingTable(path, meta), meta, report

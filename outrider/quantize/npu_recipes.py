@@ -1,0 +1,83 @@
+"""Recipes for integer accelerators: weights with one scale per output channel, activations in 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import get_args
+
+from outrider.errors import UsageError
+from outrider.quantize.channels import ChannelMethod
+
+__all__ = ["NPU_RECIPES", "NpuRecipe", "get_npu_recipe", "parse_npu_overrides", "with_npu_overrides"]
+
+BITS = (4, 8)
+Overrides = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class NpuRecipe:
+    """Bits of the weights by slot; activations are uint16 with one static scale per tensor.
+
+    `overrides` (glob pattern, bits): the first match wins, before the defaults. `method` is how weights are
+    rounded, see `channels.pack_channels`; 8-bit weights are always searched by `mse` when it is `gptq`.
+    """
+
+    name: str
+    linear: int
+    head: int = 8
+    method: ChannelMethod = "mse"
+    overrides: Overrides = ()
+
+    def __post_init__(self) -> None:
+        """Refuse bits that no accelerator multiplies with."""
+        for bits in (self.linear, self.head, *(bits for _, bits in self.overrides)):
+            if bits not in BITS:
+                raise UsageError(f"recipe {self.name!r} asks for {bits}-bit weights; an NPU takes 4 or 8")
+        if self.method not in get_args(ChannelMethod):
+            raise UsageError(f"method is {self.method!r}; known: {', '.join(get_args(ChannelMethod))}")
+
+    def bits_for(self, slot: str) -> int:
+        """How many bits the weights of a slot get."""
+        for pattern, bits in self.overrides:
+            if fnmatchcase(slot, pattern):
+                return bits
+        return self.head if slot == "head" else self.linear
+
+    def method_for(self, slot: str) -> ChannelMethod:
+        """How the weights of a slot are rounded."""
+        return "mse" if self.method == "gptq" and self.bits_for(slot) == 8 else self.method
+
+
+NPU_RECIPES: dict[str, NpuRecipe] = {
+    recipe.name: recipe for recipe in (NpuRecipe("a16w8", 8), NpuRecipe("a16w4", 4, method="gptq"))
+}
+"""Every named recipe of this kind."""
+
+
+def get_npu_recipe(name: str) -> NpuRecipe:
+    """The recipe of this name. Raises UsageError that lists the known names and the nearest one."""
+    if name in NPU_RECIPES:
+        return NPU_RECIPES[name]
+    near = get_close_matches(name, NPU_RECIPES, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise UsageError(f"unknown NPU precision {name!r}; known: {', '.join(NPU_RECIPES)}.{hint}")
+
+
+def with_npu_overrides(recipe: NpuRecipe, overrides: Overrides) -> NpuRecipe:
+    """The recipe with more overrides, which win over its own."""
+    return replace(recipe, overrides=(*overrides, *recipe.overrides)) if overrides else recipe
+
+
+def parse_npu_overrides(text: str) -> Overrides:
+    """Overrides from `pattern=bits,pattern=bits`, as in `layers.0.down=int8,layers.*.qkv=int4`."""
+    pairs = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        pattern, _, kind = (part.strip() for part in item.partition("="))
+        if not pattern or kind not in ("int4", "int8"):
+            raise UsageError(
+                f"override {item!r} is not pattern=int4 or pattern=int8, as in layers.*.down=int8"
+            )
+        pairs.append((pattern, int(kind[3:])))
+    return tuple(pairs)
