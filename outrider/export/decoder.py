@@ -131,7 +131,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens: Tensor,  # [1, S] int64
-        rows: Tensor,  # [R] int64
+        rows: Tensor | None,  # [R] int64; None = all
         step: Step,
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits [1, R, V] and [1, S, D] for each of `hidden_layers`; new KV rows are in `step.present`."""
@@ -145,7 +145,9 @@ class Decoder(nn.Module):
             if index in self.hidden_layers:
                 hidden[index] = residual + update
         assert update is not None
-        normed, _ = self.norm(residual.index_select(1, rows), update.index_select(1, rows))
+        if rows is not None:
+            residual, update = residual.index_select(1, rows), update.index_select(1, rows)
+        normed, _ = self.norm(residual, update)
         logits = softcap(self.head(normed), self.config.logit_softcap)
         return logits, [hidden[index] for index in self.hidden_layers]
 

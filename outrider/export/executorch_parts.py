@@ -1,0 +1,303 @@
+"""Parts of a decoder as ExecuTorch's delegates like them: no slices or concatenations of dynamic width.
+
+XNNPACK takes products, elementary operators, permutations and reshapes with one inferred dimension, also for
+a number of tokens that is only known at run time, but no slices of such tensors. So fused slots are cut into
+their products when the weights are read, a norm takes its mean by a product with a row of 1/D, and rotary
+position embedding turns the halves of a head by a product with a constant matrix of 0, 1 and -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from outrider.export.config import ModelConfig
+from outrider.export.decoder import AddNorm, SplitAttention, Step, softcap
+from outrider.export.rope import rotary_size
+from outrider.export.slots import SlotWeights, matrix_slots
+from outrider.quantize.executorch import (
+    ExecutorchRecipe,
+    IntxScheme,
+    IntxWeight,
+    describe_slot,
+    quantize,
+)
+from outrider.quantize.report import SlotReport
+
+__all__ = [
+    "BufferAttention",
+    "ExecutorchPrimitives",
+    "ProductNorm",
+    "QuantizedEmbedding",
+    "QuantizedProducts",
+]
+
+FloatArray = NDArray[np.float32]
+Progress = Callable[[str, int, int], None]
+
+
+def constant(values: FloatArray | Tensor) -> nn.Parameter:
+    """A frozen parameter that shares the values' memory."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class Products(nn.Module):
+    """The float products of a slot: one tensor, or a tuple of the parts of a fused slot."""
+
+    def __init__(self, weights: Sequence[FloatArray], biases: Sequence[FloatArray | None]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([constant(weight) for weight in weights])
+        self.biases = [None if bias is None else constant(bias) for bias in biases]
+        for index, bias in enumerate(self.biases):
+            self.register_parameter(f"bias_{index}", bias)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """[1, S, K] -> [1, S, N] for every part."""
+        parts = [F.linear(x, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)]
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+class QuantizedProducts(nn.Module):
+    """The same with integer weights; every row of x is quantized to int8 by its own range, once for all parts.
+
+    Written in torchao's operators, which the partitioners turn into one integer kernel.
+    """
+
+    def __init__(
+        self, parts: Sequence[IntxWeight], biases: Sequence[FloatArray | None], scheme: IntxScheme
+    ) -> None:
+        super().__init__()
+        self.scheme, self.count = scheme, len(parts)
+        for index, (part, bias) in enumerate(zip(parts, biases, strict=True)):
+            self.register_buffer(f"codes_{index}", torch.from_numpy(part.codes))
+            self.register_buffer(f"scales_{index}", torch.from_numpy(part.scales))
+            self.register_buffer(f"zeros_{index}", torch.zeros(part.scales.shape, dtype=torch.int8))
+            self.register_parameter(f"bias_{index}", None if bias is None else constant(bias))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """[1, S, K] -> [1, S, N] for every part."""
+        x = quantized_rows(x)
+        parts = [
+            F.linear(x, self.weight(index), getattr(self, f"bias_{index}")) for index in range(self.count)
+        ]
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+    def weight(self, index: int) -> Tensor:
+        """The float values [N, K] of one part."""
+        codes = getattr(self, f"codes_{index}")
+        scales, zeros = getattr(self, f"scales_{index}"), getattr(self, f"zeros_{index}")
+        return float_values(codes, scales, zeros, self.scheme.bits)
+
+
+def quantized_rows(x: Tensor) -> Tensor:
+    """x as int8 with a range and a zero point for every row, and back; a delegate keeps the integers."""
+    from torchao.quantization import quant_primitives as ao
+
+    block = (1,) * (x.dim() - 1) + (x.shape[-1],)
+    limits = {"quant_min": -128, "quant_max": 127}
+    kind = ao.MappingType.ASYMMETRIC
+    scale, zero = ao.choose_qparams_affine(x, kind, block, torch.int8, **limits, zero_point_dtype=torch.int8)
+    codes = ao.quantize_affine(x, block, scale, zero, torch.int8, **limits)
+    back: Tensor = ao.dequantize_affine(codes, block, scale, zero, torch.int8, **limits)
+    return back
+
+
+def float_values(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
+    """Integer weights as float [N, K]."""
+    from torchao.quantization import quant_primitives as ao
+
+    half, block = 1 << bits - 1, (1, codes.shape[1] // scales.shape[1])
+    values: Tensor = ao.dequantize_affine(
+        codes, block, scales, zeros, torch.int8, quant_min=-half, quant_max=half - 1
+    )
+    return values
+
+
+class QuantizedEmbedding(nn.Module):
+    """A lookup in 8-bit rows."""
+
+    def __init__(self, table: IntxWeight) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.from_numpy(table.codes))
+        self.register_buffer("scales", torch.from_numpy(table.scales))
+        self.register_buffer("zeros", torch.zeros(table.scales.shape, dtype=torch.int8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[1, S] -> [1, S, D]"""
+        return F.embedding(tokens, float_values(self.codes, self.scales, self.zeros, 8))
+
+
+class ProductNorm(nn.Module):
+    """`rms_norm` whose mean is a product with a row of 1/D, which every delegate takes at any rank."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = constant(weight), eps
+        self.mean = constant(torch.full((1, len(weight)), 1 / len(weight)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape as x."""
+        return x * torch.rsqrt(F.linear(x * x, self.mean) + self.eps) * self.weight
+
+
+class TupleGate(nn.Module):
+    """The gated activation of two tensors."""
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, gate_up: tuple[Tensor, Tensor]) -> Tensor:
+        """(gate, up), each [.., F] -> [.., F]"""
+        gate, up = gate_up
+        return (gate * gate.sigmoid() if self.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+class SplitProductAttention(SplitAttention):
+    """`SplitAttention` of a qkv that comes in three parts."""
+
+    def heads(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """Queries [1, H, S, d], keys and values [1, G, S, d], normed where the family does."""
+        query, key, value = (part.reshape(1, part.shape[1], -1, self.config.head_dim) for part in qkv)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+class BufferAttention(nn.Module):
+    """Grouped-query attention over mutable buffers, updated in place by slot.
+
+    A slot is a row of the cache; positions are only in `Step.rope`, so that a tree's rows may share one. The
+    query heads that share a KV head are folded into the row axis, so the cache is never repeated.
+    """
+
+    def __init__(self, layer: int, config: ModelConfig, max_context: int, norms: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.config, self.kind = config, config.layer_types[layer]
+        self.q_norm, self.k_norm = norms if norms else (None, None)
+        self.turn = constant(half_turn(config))
+        shape = (1, config.num_kv_heads, max_context, config.head_dim)
+        self.register_buffer("keys", torch.zeros(shape))
+        self.register_buffer("values", torch.zeros(shape))
+
+    def rotated(self, x: Tensor, step: Step) -> Tensor:
+        """Rotary position embedding of [1, S, heads, d]; cos and sin are [S, 1, d]."""
+        cos, sin = step.rope[self.kind]
+        return x * cos + F.linear(x, self.turn) * sin
+
+    def forward(self, qkv: tuple[Tensor, Tensor, Tensor], step: Step) -> Tensor:
+        """Three parts [1, S, heads d] -> [1, S, H d]"""
+        c = self.config
+        G, d = c.num_kv_heads, c.head_dim
+        query, key, value = (
+            part.reshape(1, -1, heads, d) for part, heads in zip(qkv, (c.num_heads, G, G), strict=True)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = self.rotated(query, step) * c.scale, self.rotated(key, step)
+        self.keys.index_copy_(2, step.extra["slots"], swap_heads(key))
+        self.values.index_copy_(2, step.extra["slots"], swap_heads(value))
+        keys, values = self.keys.reshape(G, -1, d), self.values.reshape(G, -1, d)
+        M = keys.shape[1]
+        scores = torch.bmm(swap_heads(query).reshape(G, -1, d), keys.transpose(1, 2))  # [G, H/G S, M]
+        scores = softcap(scores, c.attention_softcap).reshape(c.num_heads, -1, M) + step.mask[self.kind]
+        weights = torch.softmax(scores, dim=-1).reshape(G, -1, M)
+        context = torch.bmm(weights, values).reshape(1, c.num_heads, -1, d)
+        return swap_heads(context).reshape(1, -1, c.num_heads * d)
+
+
+def swap_heads(x: Tensor) -> Tensor:
+    """[1, a, b, d] -> [1, b, a, d], as a copy: a view's strides would tie a dynamic width to 1."""
+    swapped: Tensor = torch.ops.aten.permute_copy(x, [0, 2, 1, 3])
+    return swapped
+
+
+def half_turn(config: ModelConfig) -> Tensor:
+    """[d, d]: x -> (-second half, first half, 0) of the rotated dimensions."""
+    half, turn = rotary_size(config) // 2, torch.zeros(config.head_dim, config.head_dim)
+    for index in range(half):
+        turn[index, index + half], turn[index + half, index] = -1.0, 1.0
+    return turn
+
+
+class ExecutorchPrimitives:
+    """Parts that hold their weights, quantized as a recipe says; collects a report of every slot.
+
+    `max_context` is the length of the cache buffers; None makes split attention. A slot is read, quantized
+    and dropped before the next.
+    """
+
+    def __init__(
+        self,
+        weights: SlotWeights,
+        recipe: ExecutorchRecipe,
+        max_context: int | None,
+        stats: Mapping[str, FloatArray] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.weights, self.recipe, self.max_context = weights, recipe, max_context
+        self.stats, self.progress = stats or {}, progress
+        self.slots: list[SlotReport] = []
+        self.products = 0  # with integer weights
+        self._total = len(matrix_slots(weights.config))
+
+    def _matrix(self, slot: str) -> tuple[FloatArray, IntxScheme | None, IntxWeight | None]:
+        weight, scheme = self.weights.matrix(slot), self.recipe.scheme_for(slot)
+        packed = None if scheme is None else quantize(weight, scheme, self.stats.get(slot))
+        self.slots.append(describe_slot(slot, weight, scheme, packed, self.weights.raw(slot)))
+        if self.progress:
+            self.progress(slot, len(self.slots), self._total)
+        return weight, scheme, packed
+
+    def embedding(self, slot: str, config: ModelConfig) -> nn.Module:
+        """A lookup in float or in 8-bit rows."""
+        weight, _, packed = self._matrix(slot)
+        if packed is not None:
+            return QuantizedEmbedding(packed)
+        layer = nn.Embedding(*weight.shape, device="meta")
+        layer.weight = constant(weight)
+        return layer
+
+    def linear(self, slot: str, config: ModelConfig) -> nn.Module:
+        """The products of a slot; those of a fused slot apart."""
+        weight, scheme, packed = self._matrix(slot)
+        cuts = part_cuts(config, slot)
+        bias = self.weights.bias(slot)
+        biases = [None] * (len(cuts) + 1) if bias is None else np.split(bias, cuts)
+        if scheme is None or packed is None:
+            return Products([part.copy() for part in np.split(weight, cuts)], biases)
+        self.products += len(biases)
+        parts = zip(np.split(packed.codes, cuts), np.split(packed.scales, cuts), strict=True)
+        return QuantizedProducts([IntxWeight(*part) for part in parts], biases, scheme)
+
+    def norm(self, slot: str, config: ModelConfig) -> nn.Module:
+        """`ProductNorm`."""
+        return ProductNorm(torch.from_numpy(self.weights.vector(slot)), config.norm_eps)
+
+    def add_norm(self, slot: str, config: ModelConfig) -> nn.Module:
+        """Addition and `norm`."""
+        return AddNorm(self.norm(slot, config))
+
+    def gate(self, config: ModelConfig) -> nn.Module:
+        """The family's gated activation."""
+        return TupleGate(config.activation)
+
+    def attention(self, layer: int, config: ModelConfig) -> nn.Module:
+        """`BufferAttention`, or `SplitAttention` over three parts."""
+        if self.max_context is None:
+            return SplitProductAttention(layer, config, self)
+        names = [f"layers.{layer}.{part}" for part in ("q_norm", "k_norm")] if config.qk_norm else []
+        return BufferAttention(layer, config, self.max_context, [self.norm(name, config) for name in names])
+
+
+def part_cuts(config: ModelConfig, slot: str) -> list[int]:
+    """The rows at which the products that a slot fuses meet."""
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    cuts = {"qkv": [query, query + kv], "gate_up": [config.intermediate_size]}
+    return cuts.get(slot.rpartition(".")[2], [])
