@@ -23,9 +23,10 @@ __all__ = ["GraphMeta", "OnnxGraph", "top_rows"]
 class OnnxGraph(CachedGraph):
     """A `contracts.Graph` over an ONNX file. Make one with `load`."""
 
-    def __init__(self, meta: GraphMeta, sessions: Sessions) -> None:
+    def __init__(self, meta: GraphMeta, sessions: Sessions, providers: Sequence[str] = (CPU,)) -> None:
         super().__init__(meta, RUNNERS[meta.profile](meta, sessions), "ONNX Runtime")
         self._sessions = sessions
+        self.providers = tuple(providers)  # that ONNX Runtime uses, by preference
 
     @classmethod
     def load(
@@ -53,9 +54,7 @@ class OnnxGraph(CachedGraph):
         )
         session = sessions.get((record.widths[0], 1) if record.widths else None)
         record.refuse_another_graph(described(session), sessions.path)
-        graph = cls(record, sessions, RUNNERS[record.profile](record, sessions))
-        graph.providers = tuple(session.get_providers())
-        return graph
+        return cls(record, sessions, session.get_providers())
 
     def close(self) -> None:
         """Free sessions and buffers; closing twice is allowed."""
