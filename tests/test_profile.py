@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 import outrider
-from outrider.contracts import Reading, Sampling
+from outrider.contracts import Clock, Reading, Sampling
 from outrider.errors import UsageError
 from outrider.power.monitor import Monitor
 from outrider.power.profile_trace import ProfileError, ProfileTrace, ProfileWriter, RunEnergy, read_profile
@@ -25,7 +24,7 @@ from outrider.power.summarise import summarise
 from outrider.power.summary import read_summary
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.planner import Planner
-from outrider.runtime.profile import FILES, Cell, Options, cells_of, finish, profile
+from outrider.runtime.profile import FILES, SETTLE_S, Cell, Options, cells_of, finish, profile
 from outrider.runtime.provenance import merged, of_bundle, of_device, of_machine
 from outrider.runtime.rig import Rig, Text, bundle_rig, host_rig, trace_rig
 from outrider.runtime.rounds import Request
@@ -317,8 +316,37 @@ def test_a_simulated_bundle_s_draft_can_be_released_and_loaded_again(pipeline: A
     assert drafter.graph.length >= len(text.prompt), "the real graph is still open"
 
 
+class Timed:
+    """A graph whose forward takes 5 ms of a virtual clock, so that no figure depends on the load of this machine."""
+
+    def __init__(self, graph: Any, clock: VirtualClock) -> None:
+        self._graph, self._clock = graph, clock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        self._clock.advance(0.005)
+        return self._graph.forward(*arguments, **options)
+
+
+def timed_rig(pipeline: Any, sensor: Callable[[VirtualClock], Any] | None = None) -> Rig:
+    """A rig of this machine with a clock that forwards alone move; its own sensors, or one made for that clock."""
+    clock, mine = VirtualClock(), host_rig(pipeline)
+    monitor = mine.monitor if sensor is None else Monitor([sensor(clock)], clock, interval_s=0.02)
+    target = Timed(pipeline.engine.target, clock)
+
+    def sleep(seconds: float) -> None:
+        steps = max(1, round(seconds / 0.02))
+        for _ in range(steps):
+            clock.advance(seconds / steps)
+            monitor.poll()
+
+    return replace(mine, target=target, monitor=monitor, clock=clock, sleep=sleep)
+
+
 def test_a_real_machine_is_profiled_with_the_sensors_that_it_has(pipeline: Any, tmp_path: Path) -> None:
-    mine = replace(host_rig(pipeline), provenance=merged(of_machine(1), of_bundle(pipeline)))
+    mine = replace(timed_rig(pipeline), provenance=merged(of_machine(1), of_bundle(pipeline)))
     options = Options(ks=(2,), minutes=0.01, repeats=1, warm_up_s=0.0, cool_down_s=0.0, idle_s=0.0)
     with mine.monitor:
         found = profile(mine, options, tmp_path, "0.1")
@@ -337,34 +365,34 @@ class Steady:
     name = "steady"
     period_s = 0.02
 
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
     def read(self) -> list[Reading]:
-        return [Reading("steady:in", "power", 5.0, "module", "instant", time.monotonic())]
+        return [Reading("steady:in", "power", 5.0, "module", "instant", self.clock())]
 
 
-class Quiet:
+class Quiet(Steady):
     """A power sensor that may not be read."""
 
     name = "quiet"
-    period_s = 0.02
 
     def read(self) -> list[Reading]:
         why = "permission denied; sudo chmod a+r it"
-        return [Reading("quiet:in", "power", None, "module", "instant", time.monotonic(), why)]
+        return [Reading("quiet:in", "power", None, "module", "instant", self.clock(), why)]
 
 
 def test_a_real_meter_gives_joules_a_token(pipeline: Any, tmp_path: Path) -> None:
-    mine = host_rig(pipeline)
-    mine.monitor = Monitor([Steady()], interval_s=0.02)
+    mine = timed_rig(pipeline, Steady)
     options = Options(ks=(2,), drafters=("lookup",), minutes=0.03, repeats=1, warm_up_s=0.0, idle_s=0.4)
-    with mine.monitor:
-        summary = finish(profile(mine, options, tmp_path, "0.1"), tmp_path)
+    summary = finish(profile(mine, options, tmp_path, "0.1"), tmp_path)
     for cell in summary.cells:
         assert cell.power_w is not None
         assert cell.energy_j_per_token is not None
-        assert cell.power_w.mean == pytest.approx(5.0, rel=1e-3)
-        assert cell.energy_j_per_token.mean == pytest.approx(5.0 / cell.tokens_per_s.mean, rel=0.3)
+        assert cell.power_w.mean == pytest.approx(5.0, rel=1e-6)
+        assert cell.energy_j_per_token.mean == pytest.approx(5.0 / cell.tokens_per_s.mean, rel=0.02)
         assert cell.net_j_per_token is not None
-        assert cell.net_j_per_token.mean == pytest.approx(0.0, abs=0.02 * cell.energy_j_per_token.mean)
+        assert cell.net_j_per_token.mean == pytest.approx(0.0, abs=1e-6)
     assert summary.error_budget is not None
     assert summary.error_budget.trust == "module or device input"
     assert summary.headline.startswith("This pair reaches ")
@@ -381,26 +409,19 @@ def test_a_real_meter_gives_joules_a_token(pipeline: Any, tmp_path: Path) -> Non
     ],
 )
 def test_a_limit_that_nothing_here_measures_is_refused_as_generate_does(
-    pipeline: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    limit: dict[str, float],
-    told: str,
+    pipeline: Any, tmp_path: Path, limit: dict[str, float], told: str
 ) -> None:
-    monkeypatch.setattr("outrider.runtime.profile.SETTLE_S", 0.3)
-    mine = host_rig(pipeline)
-    mine.monitor = Monitor([Quiet()], interval_s=0.02)
-    with mine.monitor, pytest.raises(UsageError, match=told):
+    mine = timed_rig(pipeline, Quiet)
+    with pytest.raises(UsageError, match=told):
         profile(mine, replace(SHORT, **limit), tmp_path / "out", "0.1")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists(), "nothing is begun"
+    assert mine.clock() == pytest.approx(SETTLE_S, abs=0.2), "a sensor gets this long to speak"
 
 
 def test_a_cap_is_taken_where_power_is_measured(pipeline: Any, tmp_path: Path) -> None:
-    mine = host_rig(pipeline)
-    mine.monitor = Monitor([Steady()], interval_s=0.02)
+    mine = timed_rig(pipeline, Steady)
     options = Options(ks=(0,), minutes=0.005, repeats=1, warm_up_s=0.0, idle_s=0.0, power_cap_w=6.0)
-    with mine.monitor:
-        assert profile(mine, options, tmp_path, "0.1").header.settings.power_cap_w == 6.0
+    assert profile(mine, options, tmp_path, "0.1").header.settings.power_cap_w == 6.0
 
 
 def test_a_rest_that_was_measured_is_no_reason_to_be_silent_about_runs_that_were_not() -> None:
