@@ -26,6 +26,7 @@ from outrider.targets.npu_host import EmbeddingTable, KvCache, RopeTable, Scale,
 from outrider.targets.qnn_plugin import (
     QNN,
     SocIds,
+    binary_of,
     compiled_for,
     device_here,
     device_of,
@@ -47,6 +48,8 @@ PROVIDERS: Mapping[str, tuple[str, ...]] = {
     "emulator": (f"{QNN} (emulator)",),
     "cpu": ("CPUExecutionProvider",),
 }
+EMULATED = "snapdragon-8-gen3"
+"""What the emulator stands for where nobody says: generations differ in what they take, not in how they round."""
 CPU_ENTRIES = {"session.disable_quant_qdq": "1"}
 """Without it ONNX Runtime multiplies 8-bit weights with activations that it rounds to 8 bits by itself."""
 
@@ -170,7 +173,11 @@ class NpuSessions:
         self.folder, self.meta, self.execution, self.threads = folder, meta, execution, threads
         self.provider_options = provider_options
         self.ids = soc_of(device) if device is not None else meta.soc
+        if self.ids is None and execution == "emulator":
+            self.ids = soc_of(next(iter(meta.contexts), EMULATED))
         self.compiled = self._compiled(device) if execution != "cpu" else {}
+        binaries = {binary_of(path) for path in self.compiled.values() if path.is_file()}
+        self._shared = execution == "npu" and len(binaries) < len(self.compiled)  # weights once in memory
         self.ran: dict[int, Path] = {}  # width -> the file that was opened
         self._open: dict[int, Any] = {}
         self._qnn = qnn_plugin() if execution != "cpu" else None
@@ -224,14 +231,14 @@ class NpuSessions:
         quiet = emulator_speaks_on_stderr() if self.execution == "emulator" else nullcontext()
         try:
             with quiet:
-                session = self._opened(path, options)
+                session = self._opened(W, path, options)
         except Exception as error:
             raise BackendError(self._why(path, str(error))) from error
         self.meta.refuse_another_graph(session, W, path)
         self.ran[W] = path
         return session
 
-    def _opened(self, path: Path, options: Any) -> Any:
+    def _opened(self, W: int, path: Path, options: Any) -> Any:
         if self._qnn is None:
             for name, value in CPU_ENTRIES.items():
                 options.add_session_config_entry(name, value)
@@ -240,6 +247,10 @@ class NpuSessions:
         ids = self.ids if self.execution == "emulator" else None  # a real chip knows what it is
         options.add_provider_for_devices(devices, qnn_options(module, ids, self.provider_options))
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        if self._shared and path == self.compiled.get(W):
+            options.add_session_config_entry("ep.share_ep_contexts", "1")
+            if max(self.compiled) == W:
+                options.add_session_config_entry("ep.stop_share_ep_contexts", "1")
         return ort.InferenceSession(str(path), options)
 
     def _why(self, path: Path, reason: str) -> str:

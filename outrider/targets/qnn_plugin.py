@@ -26,6 +26,7 @@ from outrider.targets.device import DEVICES, shipped_device
 __all__ = [
     "QNN",
     "SocIds",
+    "binary_of",
     "compiled_for",
     "device_here",
     "device_of",
@@ -123,6 +124,12 @@ def compiled_for(path: Path) -> SocIds | None:
         return SocIds(model, arch)
     except BackendError as error:
         raise BackendError(f"{path} was compiled for no SoC that exists: {error}; export again") from None
+
+
+def binary_of(path: Path) -> str | None:
+    """The name of the binary that a compiled context model refers to, None when it holds it itself."""
+    found = re.search(rb"ep_cache_context.{1,12}?([\w.\-]+\.bin)", path.read_bytes(), re.DOTALL)
+    return None if found is None else found[1].decode("ascii")
 
 
 def has_emulator() -> bool:
