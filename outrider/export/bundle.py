@@ -21,6 +21,7 @@ from outrider.export.device_plans import GraphPlan, check_extras, open_device, p
 from outrider.export.options import ExportOptions, RoleOptions
 from outrider.export.slots import matrix_slots
 from outrider.export.staging import fresh_folder
+from outrider.export.trim import check_size
 from outrider.manifest import (
     FileEntry,
     Manifest,
@@ -99,6 +100,9 @@ def _check(checkpoints: Mapping[str, Checkpoint], options: ExportOptions) -> Non
         _check_context(checkpoint, options.max_context)
         overrides = parse_overrides(options.of(role).overrides)
         check_overrides(overrides, matrix_slots(checkpoint.config), role)
+        vocab = options.of(role).vocab
+        if vocab is not None:
+            check_size(checkpoint.tokenizer, vocab, checkpoint.config.vocab_size)
 
 
 def _make(
