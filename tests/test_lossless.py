@@ -153,6 +153,74 @@ def test_reject_with_a_draft_model_has_the_enumerated_distribution(setting):
     assert p_value(TreeEngine(engine), replace(SETTINGS[setting], mode="reject"), 3) > SMALLEST_P
 
 
+TRIMMED = {"some": np.array([0, 2, 3]), "one": np.array([1]), "two": np.array([1, 3])}
+
+
+def trimmed_model(ids, min_confidence=0.4):
+    """A draft model whose head has these ids only."""
+    graph = FakeGraph(VOCAB, logits=DRAFTS["good"], columns=ids)
+    return ModelDrafter(graph, VOCAB, min_confidence, vocab_ids=ids, known_ids=VOCAB)
+
+
+class TrimmedDrafter(FakeDrafter):
+    """Drafts trees over a part of the vocabulary: q and its ids as a trimmed head gives them."""
+
+    def __init__(self, logits, ids, branching, rule):
+        super().__init__(lambda context: logits(context)[ids], branching, rule)
+        self.ids = ids
+
+    def _children(self, context, n, rng):
+        return [(int(self.ids[column]), q) for column, q in super()._children(context, n, rng)]
+
+    def propose(self, context, k, sampling, rng):
+        return replace(super().propose(context, k, sampling, rng), vocab_ids=self.ids)
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept"), [("penalties", "some"), ("bans", "two"), ("all", "some"), ("all", "one")]
+)
+def test_reject_with_a_trimmed_draft_model_has_the_enumerated_distribution(setting, kept):
+    engine = Engine(FakeGraph(VOCAB, logits=TARGET), {"model": trimmed_model(TRIMMED[kept])})
+    assert p_value(TreeEngine(engine), replace(SETTINGS[setting], mode="reject"), 3) > SMALLEST_P
+
+
+@pytest.mark.parametrize("rule", ["iid", "without_replacement", "deterministic"])
+def test_reject_with_a_tree_of_a_trimmed_draft_has_the_enumerated_distribution(rule):
+    drafter = TrimmedDrafter(DRAFTS["good"], TRIMMED["two"], (2, 1), rule)
+    engine = Engine(FakeGraph(VOCAB, logits=TARGET), {"draft": drafter})
+    assert p_value(TreeEngine(engine), replace(SETTINGS["temperature"], mode="reject"), 4) > SMALLEST_P
+
+
+@pytest.mark.parametrize("kept", TRIMMED)
+@pytest.mark.parametrize("setting", [*SETTINGS, "greedy"])
+def test_match_with_a_trimmed_draft_gives_the_seeded_plain_text_exactly(setting, kept):
+    sampling = SETTINGS.get(setting, Sampling(repetition_penalty=1.3))
+    plain = Engine(FakeGraph(VOCAB, logits=TARGET))
+    drafting = Engine(FakeGraph(VOCAB, logits=TARGET), {"model": trimmed_model(TRIMMED[kept], 0.0)})
+    for seed in range(12):
+        request = Request(replace(sampling, seed=seed), max_new_tokens=12, k=0)
+        expected = [token for part in plain.decode(PROMPT, request) for token in part.tokens]
+        for k in (1, 3, 6):
+            parts = list(drafting.decode(PROMPT, replace(request, k=k)))
+            assert [token for part in parts for token in part.tokens] == expected
+            assert parts[-1].stats.drafted > 0 or set(TRIMMED[kept]) <= set(sampling.banned_tokens)
+
+
+def test_the_chi_square_notices_a_trimmed_q_that_hides_what_it_lacks():
+    """Claiming the whole draft's q for tokens drawn from a part of it is found out."""
+
+    class Untold(TrimmedDrafter):
+        def propose(self, context, k, sampling, rng):
+            told = FakeDrafter.propose(self, context, k, sampling, rng)
+            row = DRAFTS["good"](tuple(context[:])).astype(np.float64)
+            q = np.exp(row - row.max()).astype(np.float32)
+            return replace(told, q=np.stack([q] * len(told)))
+
+    drafter = Untold(DRAFTS["good"], TRIMMED["two"], (1,), "iid")
+    engine = Engine(FakeGraph(VOCAB, logits=TARGET), {"draft": drafter})
+    assert p_value(TreeEngine(engine), replace(SETTINGS["temperature"], mode="reject"), 1) < SMALLEST_P
+
+
 def test_the_chi_square_notices_a_biased_rule():
     """The test above would fail for a sampler that is off by a little (a power check)."""
     engine = Engine(FakeGraph(VOCAB, logits=blend_logits(TARGET, DRAFTS["bad"], 0.2)))

@@ -23,7 +23,7 @@ from outrider.manifest import token_map
 from outrider.quantize.calibration import calibration_text
 from outrider.quantize.schemes import RawBlocks
 
-__all__ = ["TrimmedWeights", "choose_ids", "required_ids", "token_counts"]
+__all__ = ["TrimmedWeights", "check_size", "choose_ids", "required_ids", "token_counts"]
 
 PRIOR_TOKENS, PRIOR_SHIFT = 60_000, 2_000
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -40,7 +40,22 @@ def choose_ids(
 
     Raises UsageError when `size` is not below `rows`, or too small for what must be kept.
     """
-    known = [index for index in token_map(json.loads(tokenizer.tokenizer_json)) if index < rows]
+    known, required = _known_and_required(tokenizer, size, rows)
+    score = prior(rows) + token_counts(tokenizer, [calibration_text()] if texts is None else texts, rows)
+    score[required] = np.inf
+    ranked = known[np.argsort(-score[known], kind="stable")]
+    return np.sort(ranked[:size])
+
+
+def check_size(tokenizer: TokenizerFiles, size: int, rows: int) -> None:
+    """Raise UsageError when a draft with `rows` embedding rows cannot be trimmed to `size`."""
+    _known_and_required(tokenizer, size, rows)
+
+
+def _known_and_required(tokenizer: TokenizerFiles, size: int, rows: int) -> tuple[IntArray, IntArray]:
+    """The ids that can be kept and those that must, of a size that is possible."""
+    tokens = token_map(json.loads(tokenizer.tokenizer_json))
+    known = np.array([index for index in tokens if index < rows], np.int64)
     required = required_ids(tokenizer)
     required = required[required < rows]
     if size >= rows:
@@ -52,11 +67,7 @@ def choose_ids(
             f"--draft-vocab is {size}; it must be between {len(required) + 1} (end-of-text and chat tokens and single "
             f"bytes are always kept) and {min(len(known), rows - 1)}"
         )
-    score = prior(rows) + token_counts(tokenizer, [calibration_text()] if texts is None else texts, rows)
-    score[required] = np.inf
-    candidates = np.array(known, np.int64)
-    ranked = candidates[np.argsort(-score[candidates], kind="stable")]
-    return np.sort(ranked[:size])
+    return known, required
 
 
 def prior(rows: int) -> NDArray[np.float64]:
