@@ -13,8 +13,14 @@ from outrider.contracts import Reading
 from outrider.errors import OutriderError
 from outrider.power.monitor import Monitor
 from outrider.power.sensors.simulated import simulated_sensors
-from outrider.runtime.calibrate import Calibration, Plan, calibrate, measured_profile, read_bandwidth
 from outrider.runtime.model_drafter import ModelDrafter
+from outrider.runtime.profiling.calibrate import (
+    Calibration,
+    Plan,
+    calibrate,
+    measured_profile,
+    read_bandwidth,
+)
 from outrider.targets.device import (
     DEVICES,
     Device,

@@ -13,7 +13,7 @@ import pytest
 import outrider
 from outrider.lines import KINDS
 from outrider.manifest import GraphEntry
-from outrider.power.profile_trace import End, Header, RoundLine, Run, RunEnergy, Sample
+from outrider.power.report.profile_trace import End, Header, RoundLine, Run, RunEnergy, Sample
 from outrider.targets.device import Device, Figure
 from outrider.targets.scenario import Scenario
 

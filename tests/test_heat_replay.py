@@ -17,10 +17,10 @@ from outrider.power.governor import Governor, Level, Policy
 from outrider.power.monitor import open_telemetry
 from outrider.power.telemetry import TelemetryWriter, read_telemetry
 from outrider.power.traces import THROTTLING, THROTTLING_LIMIT_C
-from outrider.runtime.heat_replay import HeatReplay, Stretch, Tempo, replay_heat
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import Planner
+from outrider.runtime.profiling.heat_replay import HeatReplay, Stretch, Tempo, replay_heat
 from outrider.runtime.rounds import Engine, Request
 from outrider.targets.device import shipped_device
 from outrider.targets.fake import FakeGraph, VirtualClock
@@ -187,7 +187,7 @@ def test_the_demo_ends_with_k_under_heat_on_an_exported_bundle(quantized_bundle:
     """A tiny random model: real files, backend and governor. The trace's time moves by the round, not by the
     clock of this machine, so that no load on it can skip the hottest second."""
     import outrider
-    from outrider.runtime import heat_replay
+    from outrider.runtime.profiling import heat_replay
 
     class Stepping(Tempo):
         time_s = 0.0

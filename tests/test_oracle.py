@@ -13,8 +13,8 @@ import pytest
 from benchmarks.power import oracle as oracle_module
 from benchmarks.power.oracle import Costing, OraclePlan, oracle
 from benchmarks.power.scenarios import DEVICES, courses, days, phone_twenty_minutes, suite
+from outrider.runtime.profiling.simulate import profile_of
 from outrider.runtime.rounds import Engine, Request
-from outrider.runtime.simulate import profile_of
 from outrider.targets.device import Device, load_device
 from outrider.targets.model_cost import DRAFT_COST, TARGET_COST
 from outrider.targets.scenario import Event, Scenario

@@ -14,8 +14,8 @@ from outrider.power.governor import Governor, Policy
 from outrider.power.ledger import Ledger
 from outrider.power.state import State
 from outrider.runtime.pacing import Pacer
+from outrider.runtime.profiling.simulate import run_policy
 from outrider.runtime.rounds import Engine, Request
-from outrider.runtime.simulate import run_policy
 from outrider.targets.fake import FakeGraph, VirtualClock, random_logits
 from outrider.targets.scenario import Scenario
 from tests.acceptance_texts import made_up_texts

@@ -18,17 +18,23 @@ import outrider
 from outrider.contracts import Clock, Reading, Sampling
 from outrider.errors import UsageError
 from outrider.power.monitor import Monitor
-from outrider.power.profile_trace import ProfileError, ProfileTrace, ProfileWriter, RunEnergy, read_profile
+from outrider.power.report.profile_trace import (
+    ProfileError,
+    ProfileTrace,
+    ProfileWriter,
+    RunEnergy,
+    read_profile,
+)
+from outrider.power.report.summarise import summarise
+from outrider.power.report.summary import read_summary
 from outrider.power.sensors.system import System
-from outrider.power.summarise import summarise
-from outrider.power.summary import read_summary
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.planner import Planner
-from outrider.runtime.profile import FILES, SETTLE_S, Cell, Options, cells_of, finish, profile
-from outrider.runtime.provenance import merged, of_bundle, of_device, of_machine
-from outrider.runtime.rig import Rig, Text, bundle_rig, host_rig, trace_rig
+from outrider.runtime.profiling.profile import FILES, SETTLE_S, Cell, Options, cells_of, finish, profile
+from outrider.runtime.profiling.provenance import merged, of_bundle, of_device, of_machine
+from outrider.runtime.profiling.rig import Rig, Text, bundle_rig, host_rig, trace_rig
+from outrider.runtime.profiling.run_meter import RunMeter, RunWork
 from outrider.runtime.rounds import Request
-from outrider.runtime.run_meter import RunMeter, RunWork
 from outrider.targets.device import load_device
 from outrider.targets.fake import VirtualClock
 from outrider.targets.simulated import Machine

@@ -13,9 +13,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from outrider.power import svg
-from outrider.power.intervals import interval, mean_between, paired_ratio, retention, students_t
-from outrider.power.profile_trace import (
+from outrider.power.report import svg
+from outrider.power.report.intervals import interval, mean_between, paired_ratio, retention, students_t
+from outrider.power.report.page import render, write_report
+from outrider.power.report.profile_trace import (
     End,
     Header,
     ProfileError,
@@ -28,9 +29,8 @@ from outrider.power.profile_trace import (
     Settings,
     read_profile,
 )
-from outrider.power.report import render, write_report
-from outrider.power.summarise import summarise
-from outrider.power.summary import read_summary, write_summary
+from outrider.power.report.summarise import summarise
+from outrider.power.report.summary import read_summary, write_summary
 from tests.full_disk import FullDisk
 
 CELLS = [(None, "0", 8.0, 4.0), ("model", "2", 11.0, 5.5), ("model", "4", 10.0, 7.0)]

@@ -14,9 +14,9 @@ import pytest
 from outrider.contracts import Sampling
 from outrider.errors import BackendError, UsageError
 from outrider.power.tuning import Tuning
-from outrider.runtime import simulate
-from outrider.runtime.rig import trace_rig
-from outrider.runtime.simulate import (
+from outrider.runtime.profiling import simulate
+from outrider.runtime.profiling.rig import trace_rig
+from outrider.runtime.profiling.simulate import (
     PolicyRun,
     cap_violation,
     compare,

@@ -11,7 +11,7 @@ from outrider.errors import UsageError
 from outrider.power.body_estimate import BodyEstimate
 from outrider.power.governor import Governor, Policy
 from outrider.power.state import State
-from outrider.runtime.simulate import run_policy
+from outrider.runtime.profiling.simulate import run_policy
 from outrider.runtime.unmetered import Unmetered, ladder_of, unmetered
 from outrider.targets.device import load_device
 from outrider.targets.model_cost import TARGET_COST

@@ -28,7 +28,7 @@ from benchmarks.power.oracle import oracle
 from benchmarks.power.scenarios import days, phone_twenty_minutes, suite
 from benchmarks.summary import markdown_table
 from outrider.contracts import as_json
-from outrider.runtime.simulate import compare, run_policy
+from outrider.runtime.profiling.simulate import compare, run_policy
 from outrider.targets.scenario import Scenario
 from outrider.targets.trace_model import TraceText, read_acceptance
 

@@ -18,7 +18,7 @@ from outrider.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from outrider.runtime.calibrate import Calibration
+    from outrider.runtime.profiling.calibrate import Calibration
     from outrider.targets.device import Device
 
 __all__ = ["command"]
@@ -69,7 +69,7 @@ def command(
     elsewhere. Leave the machine alone meanwhile.
     """
     from outrider.errors import UsageError
-    from outrider.runtime.calibrate import Plan, measured_profile
+    from outrider.runtime.profiling.calibrate import Plan, measured_profile
     from outrider.targets.device import user_profile_path
     from outrider.targets.device_toml import write_device
     from outrider.targets.model_cost import model_cost
@@ -117,8 +117,8 @@ def _measure(pipeline: Any, bundle: Path, plan: Any, bar: ProgressBar) -> Calibr
 
     from outrider.power.monitor import Monitor
     from outrider.power.sensors import discover
-    from outrider.runtime.calibrate import calibrate
     from outrider.runtime.doctor import inspect_machine
+    from outrider.runtime.profiling.calibrate import calibrate
 
     with Monitor(discover()) as monitor:
         return calibrate(

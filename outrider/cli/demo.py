@@ -14,8 +14,8 @@ from outrider.errors import BundleError, OutriderError
 
 if TYPE_CHECKING:
     from outrider.export.bundle import ExportOptions
-    from outrider.runtime.heat_replay import HeatReplay, Stretch
     from outrider.runtime.pipeline import Pipeline, Result
+    from outrider.runtime.profiling.heat_replay import HeatReplay, Stretch
 
 __all__ = ["command"]
 
@@ -202,8 +202,8 @@ def _heat(bundle: Path, max_tokens: int, plain: Result) -> None:
     import outrider
     from outrider.power.monitor import open_telemetry
     from outrider.power.traces import THROTTLING, THROTTLING_LIMIT_C
-    from outrider.runtime.heat_replay import Tempo, replay_heat
     from outrider.runtime.pipeline import Options
+    from outrider.runtime.profiling.heat_replay import Tempo, replay_heat
 
     clock = Tempo()
     monitor = open_telemetry(THROTTLING, clock)

@@ -25,10 +25,10 @@ from outrider.cli.options import (
 from outrider.errors import UsageError
 
 if TYPE_CHECKING:
-    from outrider.power.profile_trace import ProfileTrace
-    from outrider.power.summary import Summary
-    from outrider.runtime.profile import Options
-    from outrider.runtime.rig import Rig
+    from outrider.power.report.profile_trace import ProfileTrace
+    from outrider.power.report.summary import Summary
+    from outrider.runtime.profiling.profile import Options
+    from outrider.runtime.profiling.rig import Rig
 
 __all__ = ["command"]
 
@@ -129,8 +129,8 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
     """
     from importlib.metadata import version
 
-    from outrider.power.profile_trace import read_profile
-    from outrider.runtime.profile import TRACE, profile
+    from outrider.power.report.profile_trace import read_profile
+    from outrider.runtime.profiling.profile import TRACE, profile
 
     folder, bar, recorded = options.pop("output"), ProgressBar(), options.pop("trace")
     overwrite = options.pop("overwrite")
@@ -159,7 +159,7 @@ def _same(trace: Path, other: Path) -> bool:
 
 
 def _finish(trace: ProfileTrace, folder: Path, as_json_text: bool) -> None:
-    from outrider.runtime.profile import finish
+    from outrider.runtime.profiling.profile import finish
 
     summary = finish(trace, folder)
     print_json(summary) if as_json_text else _print(summary, folder)
@@ -183,8 +183,8 @@ def _rig(bundle: Path | None, options: dict[str, Any], stack: ExitStack) -> Rig:
 
 
 def _real(bundle: Path, ambient_c: float | None, options: dict[str, Any], stack: ExitStack) -> Rig:
-    from outrider.runtime.provenance import merged, of_bundle, of_machine
-    from outrider.runtime.rig import host_rig
+    from outrider.runtime.profiling.provenance import merged, of_bundle, of_machine
+    from outrider.runtime.profiling.rig import host_rig
 
     threads = options["threads"]
     pipeline = stack.enter_context(open_pipeline(bundle, loading_from(options), governor=False))
@@ -201,8 +201,8 @@ def _simulated(
     options: dict[str, Any],
     stack: ExitStack,
 ) -> Rig:
-    from outrider.runtime.provenance import merged, of_bundle, of_device
-    from outrider.runtime.rig import bundle_rig, trace_rig
+    from outrider.runtime.profiling.provenance import merged, of_bundle, of_device
+    from outrider.runtime.profiling.rig import bundle_rig, trace_rig
     from outrider.targets.device import load_device
     from outrider.targets.simulated import Machine
     from outrider.targets.trace_model import read_acceptance
@@ -222,7 +222,7 @@ def _simulated(
 
 
 def _options(rig: Rig, options: dict[str, Any]) -> Options:
-    from outrider.runtime.profile import Options
+    from outrider.runtime.profiling.profile import Options
 
     wait_s = options["cool_down_s"]
     return Options(
@@ -239,8 +239,8 @@ def _options(rig: Rig, options: dict[str, Any]) -> Options:
 
 
 def _print(summary: Summary, folder: Path) -> None:
-    from outrider.power.headline import table
-    from outrider.runtime.profile import FILES
+    from outrider.power.report.headline import table
+    from outrider.runtime.profiling.profile import FILES
 
     click.echo(summary.headline)
     click.echo()

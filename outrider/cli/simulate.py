@@ -22,7 +22,7 @@ from outrider.cli.options import (
 from outrider.errors import OutriderError, UsageError
 
 if TYPE_CHECKING:
-    from outrider.runtime.simulate import PolicyRun
+    from outrider.runtime.profiling.simulate import PolicyRun
     from outrider.targets.scenario import Scenario
     from outrider.targets.trace_model import TraceText
 
@@ -75,7 +75,7 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
     What drafts get right is real: it comes from an acceptance trace, or is recorded from the bundle first.
     Ctrl-C keeps the policies that are finished.
     """
-    from outrider.runtime.simulate import Interrupted, compare, format_runs
+    from outrider.runtime.profiling.simulate import Interrupted, compare, format_runs
     from outrider.targets.device import load_device
     from outrider.targets.scenario import load_scenario
 
@@ -135,7 +135,7 @@ def _texts(
 def _record(pipeline: Any, path: Path, max_tokens: int, bar: ProgressBar) -> None:
     from outrider.lines import LineWriter
     from outrider.runtime.acceptance import record_acceptance
-    from outrider.runtime.rig import fitting_prompts
+    from outrider.runtime.profiling.rig import fitting_prompts
 
     def tell(done: int, total: int) -> None:
         bar("recording acceptance", done / total)

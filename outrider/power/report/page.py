@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from outrider.power import svg
-from outrider.power.intervals import Interval
-from outrider.power.profile_trace import ProfileError, ProfileTrace, RoundLine
-from outrider.power.summary import Cell, ErrorBudget, Summary
+from outrider.power.report import svg
+from outrider.power.report.intervals import Interval
+from outrider.power.report.profile_trace import ProfileError, ProfileTrace, RoundLine
+from outrider.power.report.summary import Cell, ErrorBudget, Summary
 from outrider.records import replaced
 
 __all__ = ["render", "write_report"]

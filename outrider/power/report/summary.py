@@ -11,8 +11,8 @@ from typing import Literal
 
 from outrider.contracts import as_json
 from outrider.lines import SCHEMA_VERSION, check_header
-from outrider.power.intervals import Interval
-from outrider.power.profile_trace import ProfileError, Settings
+from outrider.power.report.intervals import Interval
+from outrider.power.report.profile_trace import ProfileError, Settings
 from outrider.records import decode, parsed, replaced
 
 __all__ = ["Cell", "ErrorBudget", "Summary", "read_summary", "write_summary"]

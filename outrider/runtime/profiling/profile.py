@@ -4,7 +4,7 @@ A profile is runs: a cell (a way to draft) decodes the same texts for the same t
 in random order, plain decoding among them. Between runs the machine cools down to where it began, as far as
 a thermometer can tell. Under a power cap or a temperature limit every cell is governed, fixed k by pauses
 alone; without either nothing holds the device back but itself. What comes of it is a raw trace;
-`power.summarise` makes figures of that.
+`power.report` makes figures of that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Literal
 from outrider.contracts import Objective
 from outrider.errors import UsageError
 from outrider.power.governor import Policy
-from outrider.power.profile_trace import (
+from outrider.power.report.page import write_report
+from outrider.power.report.profile_trace import (
     End,
     Header,
     Line,
@@ -32,15 +33,14 @@ from outrider.power.profile_trace import (
     Settings,
     read_profile,
 )
-from outrider.power.report import write_report
+from outrider.power.report.summarise import summarise
+from outrider.power.report.summary import Summary, write_summary
 from outrider.power.state import State
-from outrider.power.summarise import summarise
-from outrider.power.summary import Summary, write_summary
 from outrider.runtime.open_pacer import refuse_unmeasurable
 from outrider.runtime.planner import Planner
-from outrider.runtime.rig import Rig, Text
+from outrider.runtime.profiling.rig import Rig, Text
+from outrider.runtime.profiling.run_meter import RunMeter, RunWork
 from outrider.runtime.rounds import Request, Round
-from outrider.runtime.run_meter import RunMeter, RunWork
 
 __all__ = ["FILES", "TRACE", "Cell", "Options", "cells_of", "finish", "profile"]
 

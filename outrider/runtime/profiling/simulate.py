@@ -19,7 +19,7 @@ from outrider.errors import UsageError
 from outrider.power.governor import Policy
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import Planner
-from outrider.runtime.rig import Rig, trace_rig
+from outrider.runtime.profiling.rig import Rig, trace_rig
 from outrider.runtime.rounds import Engine, Request, Round
 from outrider.targets.device import Device, Figure, load_device
 from outrider.targets.model_cost import DRAFT_COST, TARGET_COST, ModelCost

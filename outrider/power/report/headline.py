@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.power.intervals import Interval
-from outrider.power.summary import Cell, Summary
+from outrider.power.report.intervals import Interval
+from outrider.power.report.summary import Cell, Summary
 
 __all__ = ["headline", "notes", "table"]
 

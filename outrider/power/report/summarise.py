@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from outrider.power.headline import headline, notes
-from outrider.power.intervals import Interval, interval, paired_ratio, retention
-from outrider.power.profile_trace import ProfileTrace, RoundLine, Run, Sample
-from outrider.power.summary import Cell, ErrorBudget, Summary
+from outrider.power.report.headline import headline, notes
+from outrider.power.report.intervals import Interval, interval, paired_ratio, retention
+from outrider.power.report.profile_trace import ProfileTrace, RoundLine, Run, Sample
+from outrider.power.report.summary import Cell, ErrorBudget, Summary
 
 __all__ = ["summarise"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from outrider.contracts import Energy
 from outrider.power.energy import Activity, stage_estimates
 from outrider.power.meter import Measured, Meter, Window
-from outrider.power.profile_trace import RunEnergy
+from outrider.power.report.profile_trace import RunEnergy
 from outrider.power.stages import Drafted, split_stages, wasted
-from outrider.runtime.rig import Rig
+from outrider.runtime.profiling.rig import Rig
 from outrider.runtime.rounds import Round
 
 __all__ = ["RunMeter", "RunWork"]
