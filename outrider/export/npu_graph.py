@@ -61,7 +61,7 @@ class NpuGraph:
     """Nodes in order, and what quantization must know about their tensors.
 
     `alike` joins tensors that must share a scale; `symmetric` ones are signed around zero; `fixed` ranges follow
-    from the operator. `masked` maps the input of every softmax to what its rows' largest values are taken from.
+    from the operator; `floating` tensors stay in floating point, which the NPU holds in 16 bits. `masked` maps the input of every softmax to what its rows' largest values are taken from.
     """
 
     nodes: list[NpuNode] = field(default_factory=list)
@@ -73,6 +73,7 @@ class NpuGraph:
     alike: dict[str, str] = field(default_factory=dict)
     symmetric: set[str] = field(default_factory=set)
     fixed: dict[str, tuple[float, float]] = field(default_factory=dict)
+    floating: set[str] = field(default_factory=set)
     masked: dict[str, str] = field(default_factory=dict)  # softmax input -> scores before the mask
 
     def node(self, operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
@@ -88,7 +89,8 @@ class NpuGraph:
     def activations(self) -> list[str]:
         """Every tensor that gets a scale: inputs, constants, outputs of nodes."""
         inputs = [name for name, value in self.inputs.items() if value.kind == "activation"]
-        return [*inputs, *self.vectors, *(node.output for node in self.nodes)]
+        names = [*inputs, *self.vectors, *(node.output for node in self.nodes)]
+        return [name for name in names if name not in self.floating]
 
     def join(self, *names: str) -> None:
         """Make tensors share one scale."""
@@ -213,6 +215,8 @@ class Layout:
         inputs = [self.value(name) for name in step.inputs]
         output = self.fresh(names[step.operator])
         self.graph.node(step.operator, inputs, output)
+        if step.operator == "Add":
+            self.graph.floating.add(output)
         if step.operator == "Tanh":
             self.graph.fixed[output] = (-1.0, 1.0)
         self._finish(step, output)
@@ -227,8 +231,12 @@ class Layout:
             self.graph.outputs["logits"] = Value((1, self.R, vocab))
 
     def _gather(self, step: CoarseStep) -> None:
-        x = self.value(step.inputs[0])
-        self._finish(step, self.graph.moved("Gather", [x, "rows"], self.fresh("picked"), axis=2))
+        x, picked = self.value(step.inputs[0]), self.fresh("picked")
+        if x in self.graph.floating:
+            self.graph.floating.add(self.graph.node("Gather", [x, "rows"], picked, axis=2))
+        else:
+            self.graph.moved("Gather", [x, "rows"], picked, axis=2)
+        self._finish(step, picked)
 
     def _norm(self, step: CoarseStep) -> None:
         slot = step.attributes["slot"]
@@ -237,6 +245,8 @@ class Layout:
     def norm(self, x: str, slot: str, output: str, factor: float = 1.0) -> str:
         """Root-mean-square norm over the channels, in one node."""
         self.graph.vectors[f"{slot}.multipliers"] = self.weights.vector(slot) * np.float32(factor)
+        if x in self.graph.floating:
+            self.graph.floating.add(f"{slot}.multipliers")
         inputs = [x, f"{slot}.multipliers"]
         return self.graph.node(
             "RMSNormalization", inputs, output, axis=-1, epsilon=float(self.config.norm_eps)

@@ -308,7 +308,10 @@ class QuantizedWriter(Writer):
         for name, values in self.graph.shapes.items():
             self.constant(name, values)
         for name, vector in self.graph.vectors.items():
-            self.dequantize(self.constant(f"{name}.q", self.scales[name].encode(vector)), name)
+            if name in self.graph.floating:
+                self.constant(name, vector)
+            else:
+                self.dequantize(self.constant(f"{name}.q", self.scales[name].encode(vector)), name)
         for name, value in self.graph.inputs.items():
             if value.kind == "activation":
                 self.dequantize(name, name)
@@ -340,6 +343,9 @@ class QuantizedWriter(Writer):
         """A node between the integers that it reads and writes."""
         name = node.output
         inputs = [self.argument(argument, node) for argument in node.inputs]
+        if name in self.graph.floating:
+            self.emit(node.operator, inputs, name, **node.attributes)
+            return
         if node.operator == "Cache":
             self.emit("QuantizeLinear", [*inputs, *self.parameters(name)], name)
             codes = self.emit("QuantizeLinear", [*inputs, *self.parameters(name)], f"{name}.q")
@@ -355,7 +361,7 @@ class QuantizedWriter(Writer):
             return self.weight(name)
         if name in self.stored.biases:
             return self.bias(name, node.inputs[0])
-        plain = name in self.graph.shapes or name == "rows"
+        plain = name in self.graph.shapes or name in self.graph.floating or name == "rows"
         return name if plain else f"{name}.dq"
 
 
