@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -258,7 +259,7 @@ def test_a_target_that_depends_on_the_width_is_caught_in_the_text(
     wrap("target", biased)
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
-        patch.setattr(module, "_width_noise", lambda graphs: 0.0)
+        patch.setattr(module, "_width_noise", lambda *_: 0.0)
         result = check(float_bundle)
     assert not result.ok
     assert any("differs from the target's own at token" in problem for problem in result.problems)
@@ -268,9 +269,13 @@ def test_noise_of_a_draft_excuses_no_difference_of_the_text(
     float_bundle: Path, wrap: Callable[..., None]
 ) -> None:
     wrap("draft", lambda logits, tokens: logits * (1 + len(tokens) % 2))
-    graphs = check(float_bundle).graphs
-    assert by_role(check(float_bundle))["draft"].row_independence.width > 1  # type: ignore[union-attr]
-    assert module._width_noise(graphs) == graphs[0].row_independence.width < 1e-3  # type: ignore[union-attr]
+    result = check(float_bundle)
+    target, draft = (by_role(result)[role].row_independence for role in ("target", "draft"))
+    assert target is not None
+    assert draft is not None
+    assert draft.width > 1
+    pipeline: Any = SimpleNamespace(placement=result.placement)
+    assert module._width_noise(result.graphs, pipeline) == target.width < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["noise", "constant"])
@@ -347,8 +352,6 @@ def test_json_has_the_promised_fields(float_bundle: Path) -> None:
 
 
 def text_check(gap: float | None, noise: float) -> TextCheck:
-    from types import SimpleNamespace
-
     top = [] if gap is None else [(1, 5.0), (2, 5.0 - gap)]
     stats = SimpleNamespace(acceptance=None)
     plain = SimpleNamespace(tokens=(4, 1), logprobs=[None, SimpleNamespace(top=top)], stats=stats)

@@ -13,7 +13,8 @@ import pytest
 import outrider
 from outrider.contracts import Graph
 from outrider.export.checkpoint import open_checkpoint
-from outrider.export.evaluate import PROBE, _rows
+from outrider.export.evaluate import PROBE
+from outrider.export.prove import text_rows
 from outrider.export.reference import ROWS, FloatReference
 from outrider.export.slots import SlotWeights
 from outrider.manifest import read_manifest
@@ -114,7 +115,7 @@ def test_rows_come_in_the_reference_s_chunks_whatever_the_widths(widths: tuple[i
     model = random_logits(13, 0)
     graph: Graph = FakeGraph(13, max_context=256, logits=model, widths=widths)
     text = np.random.default_rng(0).integers(0, 13, 2 * ROWS + 7)
-    chunks = [rows.copy() for rows in _rows(graph, text)]
+    chunks = [rows.copy() for rows in text_rows(graph, text)]
     assert [len(rows) for rows in chunks] == [ROWS, ROWS, 7]
     expected = np.stack([model(tuple(text[: i + 1].tolist())) for i in range(len(text))])
     np.testing.assert_allclose(np.concatenate(chunks), expected, rtol=1e-6)

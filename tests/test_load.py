@@ -203,7 +203,7 @@ def test_an_npu_graph_that_only_an_emulator_can_run_is_opened_where_it_is_asked_
 
 
 def test_what_an_emulator_runs_is_labelled(bundle: Path, opened: Opened, monkeypatch: Any) -> None:
-    monkeypatch.setattr(FakeGraph, "emulated", True, raising=False)
+    monkeypatch.setattr(FakeGraph, "via", "emulator", raising=False)
     with outrider.load(bundle) as pipeline:
         assert pipeline.placement[0].emulated
         assert "EMULATED" in str(pipeline.placement[0])

@@ -86,7 +86,7 @@ def export_bundle(
         if options.evaluate:
             from outrider.export.evaluate import evaluate_bundle
 
-            manifest = evaluate_bundle(folder, manifest, checkpoints, progress)
+            manifest = evaluate_bundle(folder, manifest, checkpoints, progress, options.allow_quality)
             report.quality = dict(manifest.quality)
             write_manifest(folder, manifest)
     return report

@@ -6,19 +6,22 @@ float side comes from `reference.py`, one layer in memory at a time; the other s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from outrider.contracts import Float32Array, Graph, IntArray
-from outrider.export.reference import ROWS, FloatReference
+from outrider.errors import ExportError
+from outrider.export.prove import OwnTexts, Prover, skip_rows, text_rows
+from outrider.export.reference import FloatReference
 from outrider.export.slots import SlotWeights, Tensors
-from outrider.manifest import GraphEntry, Manifest, RoleEntry, describe_file
-from outrider.quantize.quality import compare, evaluation_text, logit_rows, pair_acceptance
+from outrider.manifest import FileEntry, Manifest, RoleEntry, describe_file
+from outrider.quantize.quality import compare, evaluation_text, pair_acceptance
+from outrider.runtime.closest import graph_key
 from outrider.runtime.doctor import measure_costs
 from outrider.runtime.load import draft_ids, load
 from outrider.runtime.pipeline import Pipeline
@@ -27,11 +30,13 @@ from outrider.runtime.timing import timing_of
 
 __all__ = ["PROBE", "evaluate_bundle"]
 
-PROBE = "probe.npz"  # tokens [S], rows [R], logits [R, V] of the float reference, for `outrider check`
+PROBE = "probe.npz"  # for `outrider check`: tokens [S], rows [R], logits [R, V] of the float reference, twice
 WIKITEXT_TOKENS = 2048
 OWN_TOKENS = 512
 SEGMENT = 1024  # tokens in one teacher-forced sequence
 PROBE_TOKENS, PROBE_ROWS = 48, 4
+SAMPLE_PROMPT = "The lighthouse keeper"
+SAMPLE_TOKENS = 40
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number, and explain it.",
@@ -42,14 +47,25 @@ Progress = Callable[[str, float], None]
 
 
 def evaluate_bundle(
-    folder: Path, manifest: Manifest, checkpoints: Mapping[str, Tensors], progress: Progress | None = None
+    folder: Path,
+    manifest: Manifest,
+    checkpoints: Mapping[str, Tensors],
+    progress: Progress | None = None,
+    allow_quality: bool = False,
 ) -> Manifest:
-    """Measure the bundle in `folder`, write its probes, and return its manifest with quality, timing and probes."""
+    """Measure the bundle in `folder`, write its probes, and return its manifest with quality, timing and probes.
+
+    Raises ExportError when a graph is below the gate of its recipe, unless `allow_quality`, which is noted.
+    """
     with load(folder) as pipeline:
         graphs = _graphs(pipeline)
-        wikitext = _segments(pipeline.tokenizer.encode(evaluation_text()), graphs["target"])
-        own, skips = _own_texts(pipeline)
+        shortest = min(entry.max_context for role in manifest.roles.values() for entry in role.graphs)
+        wikitext = _segments(pipeline.tokenizer.encode(evaluation_text()), shortest)
+        own = _own_texts(pipeline, shortest)
+        placed = {place.path: graphs[place.role] for place in pipeline.placement}
+        prover = Prover(folder, own, graphs["target"], placed, progress)
         quality: dict[str, Any] = {}
+        records: dict[str, Any] = {}
         drafts: list[list[Float32Array]] = []
         roles = dict(manifest.roles)
         ids = _draft_ids(folder, pipeline)
@@ -58,22 +74,39 @@ def evaluate_bundle(
             report = (
                 (lambda part, role=role: progress(f"{role}: float reference", part)) if progress else None
             )
-            states = reference.final_states([*wikitext, *own], report)
+            states = reference.final_states([*wikitext, *own.all], report)
             quality[role] = _against_reference(
                 reference, states[: len(wikitext)], graph, wikitext, ids if role == "draft" else None
             )
             quality[role]["row_deviation"] = row_independence(graph, wikitext[0][:64]).width
-            entry = _write_probe(folder, role, roles[role], reference, states[0], wikitext[0])
-            roles[role] = entry
+            own_states = states[len(wikitext) :]
+            found = prover.records(role, roles[role], reference, own_states)
+            _refuse_below(roles[role], found, allow_quality)
+            probe = _write_probe(folder, role, reference, (states[0], wikitext[0]), own, own_states[-1])
+            roles[role] = _proven(roles[role], f"{role}/{PROBE}", probe, found)
+            records |= found
             if role == "draft":
-                drafts = [
-                    [rows.copy() for rows in reference.rows([state])] for state in states[len(wikitext) :]
-                ]
+                drafts = [[rows.copy() for rows in reference.rows([state])] for state in own_states[:-1]]
         if "draft" in graphs:
-            quality["pair"] = _acceptance(graphs, own, skips, drafts, ids)
+            quality["pair"] = _acceptance(graphs, own, drafts, ids)
         timing = timing_of(measure_costs(pipeline, repeats=3), pipeline.machine)
-        quality["machine"] = pipeline.machine
+        quality |= {"graphs": records, "machine": pipeline.machine}
     return replace(manifest, quality=quality, timing=timing, roles=roles)
+
+
+def _refuse_below(entry: RoleEntry, records: Mapping[str, dict[str, Any]], allow: bool) -> None:
+    """Note what was allowed; raises ExportError for what was not."""
+    recipes = {graph_key(graph): graph.recipe for graph in entry.graphs}
+    below = {key: record["below"] for key, record in records.items() if not record["passed"]}
+    if below and not allow:
+        lines = [f"{key} ({recipes[key]}): {'; '.join(reasons)}" for key, reasons in below.items()]
+        raise ExportError(
+            "below the gate of its recipe, beside the float weights:\n  "
+            + "\n  ".join(lines)
+            + "\nTake a recipe with more bits or overrides, or --allow-quality to ship it as it is"
+        )
+    for key in below:
+        records[key]["allowed"] = True
 
 
 def _graphs(pipeline: Pipeline) -> dict[str, Graph]:
@@ -93,22 +126,28 @@ def _draft_ids(folder: Path, pipeline: Pipeline) -> IntArray | None:
     return draft_ids(folder, next(entry for entry in entries if entry.path == placed.path))
 
 
-def _segments(tokens: Sequence[int], graph: Graph) -> list[IntArray]:
+def _segments(tokens: Sequence[int], longest: int) -> list[IntArray]:
     ids = np.asarray(tokens[:WIKITEXT_TOKENS], np.int64)
-    size = min(SEGMENT, graph.max_context)
+    size = min(SEGMENT, longest)
     return [ids[start : start + size] for start in range(0, len(ids), size)]
 
 
-def _own_texts(pipeline: Pipeline) -> tuple[list[IntArray], list[int]]:
-    """Prompts with the target's own greedy answers, and the length of each prompt."""
+def _own_texts(pipeline: Pipeline, longest: int) -> OwnTexts:
+    """Prompts with the target's own greedy answers, and a sample behind a few plain words."""
     texts, skips = [], []
-    budget = max(8, min(OWN_TOKENS // len(PROMPTS), pipeline.engine.target.max_context // 2))
+    budget = max(8, min(OWN_TOKENS // len(PROMPTS), longest // 2))
     for prompt in PROMPTS:
-        ids = _prompt_ids(pipeline, prompt)[: pipeline.engine.target.max_context // 4]
-        result = pipeline.generate(ids, k=0, max_tokens=budget, ignore_eos=True)
-        texts.append(np.asarray([*ids, *result.tokens], np.int64))
+        ids = _prompt_ids(pipeline, prompt)[: longest // 4]
+        texts.append(_continued(pipeline, ids, budget))
         skips.append(len(ids) - 1)  # the prompt's last row predicts the first token of the answer
-    return texts, skips
+    begin = pipeline.tokenizer.encode(SAMPLE_PROMPT)[: longest // 4]
+    sample = _continued(pipeline, begin, min(SAMPLE_TOKENS, longest) - len(begin))
+    return OwnTexts(texts, skips, sample, len(begin) - 1)
+
+
+def _continued(pipeline: Pipeline, ids: Sequence[int], budget: int) -> IntArray:
+    result = pipeline.generate(list(ids), k=0, max_tokens=budget, ignore_eos=True)
+    return np.asarray([*ids, *result.tokens], np.int64)
 
 
 def _prompt_ids(pipeline: Pipeline, prompt: str) -> list[int]:
@@ -125,15 +164,14 @@ def _against_reference(
     segments: Sequence[IntArray],
     ids: IntArray | None,
 ) -> dict[str, Any]:
-    rows = chain.from_iterable(_rows(graph, segment) for segment in segments)
+    rows = chain.from_iterable(text_rows(graph, segment) for segment in segments)
     quality = compare(reference.rows(states), rows, np.concatenate(segments), ids)
     return {**asdict(quality), "perplexity_increase": quality.perplexity_increase}
 
 
 def _acceptance(
     graphs: Mapping[str, Graph],
-    texts: Sequence[IntArray],
-    skips: Sequence[int],
+    texts: OwnTexts,
     float_drafts: Sequence[Sequence[Float32Array]],
     ids: IntArray | None,
 ) -> dict[str, Any]:
@@ -143,14 +181,14 @@ def _acceptance(
     """
 
     def own(graph: Graph) -> Iterator[Float32Array]:
-        return chain.from_iterable(
-            _skip(_rows(graph, text), skip) for text, skip in zip(texts, skips, strict=True)
-        )
+        pairs = zip(texts.texts, texts.skips, strict=True)
+        return chain.from_iterable(skip_rows(text_rows(graph, text), skip) for text, skip in pairs)
 
     def exact() -> Iterator[Float32Array]:
-        return chain.from_iterable(_skip(rows, skip) for rows, skip in zip(float_drafts, skips, strict=True))
+        pairs = zip(float_drafts, texts.skips, strict=True)
+        return chain.from_iterable(skip_rows(rows, skip) for rows, skip in pairs)
 
-    count = sum(len(text) - skip for text, skip in zip(texts, skips, strict=True))
+    count = sum(len(text) - skip for text, skip in zip(texts.texts, texts.skips, strict=True))
     quantized = pair_acceptance(own(graphs["target"]), own(graphs["draft"]), count, ids)
     floating = pair_acceptance(own(graphs["target"]), exact(), count)
     trimmed = {}
@@ -171,31 +209,39 @@ def _acceptance(
     }
 
 
-def _rows(graph: Graph, text: IntArray) -> Iterator[Float32Array]:
-    """Logits in the chunks of `FloatReference.rows`, whatever the widths of the graph are."""
-    widest = min(ROWS, max(graph.widths or (ROWS,)))
-    width = 1 << (widest.bit_length() - 1)  # divides ROWS
-    chunks = logit_rows(graph, text, width)
-    while held := [rows.copy() for rows in islice(chunks, ROWS // width)]:
-        yield np.concatenate(held)
-
-
-def _skip(chunks: Iterable[Float32Array], skip: int) -> Iterator[Float32Array]:
-    for rows in chunks:
-        yield rows[min(skip, len(rows)) :]
-        skip -= min(skip, len(rows))
-
-
 def _write_probe(
-    folder: Path, role: str, entry: RoleEntry, reference: FloatReference, state: Any, tokens: IntArray
-) -> RoleEntry:
-    """Store a few float logits beside the graph that was run, and name the file in its entry."""
+    folder: Path,
+    role: str,
+    reference: FloatReference,
+    probe: tuple[Any, IntArray],  # states and tokens of a text
+    own: OwnTexts,
+    own_state: Any,  # of the sample
+) -> FileEntry:
+    """Store float logits for `outrider check`: a few of a text, and those of the sample."""
+    state, tokens = probe
     ids = tokens[:PROBE_TOKENS]
     rows = np.linspace(len(ids) // 4, len(ids) - 1, PROBE_ROWS).astype(np.int64)
-    logits = next(iter(reference.rows([state[rows]])))
+    own_rows = np.arange(own.begin, len(own.sample))
     path = folder / role / PROBE
-    np.savez(path, tokens=ids, rows=rows, logits=logits)
-    graph: GraphEntry = entry.graphs[0]
-    files = {**graph.files, f"{role}/{PROBE}": describe_file(path)}
-    proven = replace(graph, files=files, via="artifact", executed_artifact=True)
-    return RoleEntry((proven, *entry.graphs[1:]))
+    np.savez(
+        path,
+        tokens=ids,
+        rows=rows,
+        logits=next(iter(reference.rows([state[rows]]))),
+        own_tokens=own.sample,
+        own_rows=own_rows,
+        own_logits=np.concatenate([*reference.rows([own_state[own_rows]])]).astype(np.float16),
+    )
+    return describe_file(path)
+
+
+def _proven(
+    entry: RoleEntry, name: str, probe: FileEntry, records: Mapping[str, Mapping[str, Any]]
+) -> RoleEntry:
+    """The role with its probe, and with how each graph was proven."""
+    graphs = []
+    for graph in entry.graphs:
+        record = records[graph_key(graph)]
+        via, executed = record["via"], record["executed_artifact"]
+        graphs.append(replace(graph, files={**graph.files, name: probe}, via=via, executed_artifact=executed))
+    return RoleEntry(tuple(graphs))

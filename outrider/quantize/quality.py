@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,11 @@ from outrider.errors import ContextError, OutriderError, UsageError
 
 __all__ = [
     "Acceptance",
+    "GraphQuality",
     "Quality",
     "compare",
     "evaluation_text",
+    "graph_quality",
     "logit_rows",
     "pair_acceptance",
 ]
@@ -53,6 +56,29 @@ class Acceptance:
     greedy_match: float  # both take their most likely token
     sum_min_pq: float  # mean of Σ min(p, q) at temperature 1
     tokens: int
+
+
+@dataclass(frozen=True)
+class GraphQuality:
+    """A graph against its float reference, teacher-forced on the target's own text.
+
+    `top1_agreement_clear` counts the `clear` positions, where the reference's best two logits are more than 0.5
+    apart. For drafts, `sum_min_pq` is the mean of Σ min(p, q) with the target at temperature 1 and `greedy_match`
+    how often both take the same token; beside them the same of the float draft, and the standard error of the mean
+    difference `sum_min_pq_float - sum_min_pq`.
+    """
+
+    positions: int
+    max_abs_error: float
+    kl: float
+    top1_agreement: float
+    clear: int
+    top1_agreement_clear: float | None  # None: no position is clear
+    sum_min_pq: float | None = None
+    sum_min_pq_float: float | None = None
+    sum_min_pq_error: float | None = None
+    greedy_match: float | None = None
+    greedy_match_float: float | None = None
 
 
 def evaluation_text() -> str:
@@ -110,6 +136,65 @@ def pair_acceptance(
     ]
     match, shared = np.concatenate(columns, axis=1)
     return Acceptance(float(match.mean()), float(shared.mean()), tokens)
+
+
+def graph_quality(
+    reference: Iterable[Float32Array],  # chunks of [R, V]
+    ours: Iterable[Float32Array],  # chunks of the same rows, [R, V']
+    target: Iterable[Float32Array] | None = None,  # of a draft: chunks of the target's rows, [R, V'']
+    ids: IntArray | None = None,  # [V']
+) -> GraphQuality:
+    """A graph beside the float reference on the same rows; for a draft, also its acceptance by the target.
+
+    `ids` are those of the columns of a draft whose head was trimmed; the reference is then trimmed alike.
+    Raises UsageError when the streams disagree on the rows or hold none.
+    """
+    rows = [*_quality_rows(reference, ours, target, ids)]
+    if not rows:
+        raise UsageError("no rows of logits; nothing can be measured")
+    error, kl, same, clear, *shared = np.concatenate(rows, axis=1)
+    sure = clear > 0
+    common = {
+        "positions": len(kl),
+        "max_abs_error": float(error.max()),
+        "kl": float(kl.mean()),
+        "top1_agreement": float(same.mean()),
+        "clear": int(sure.sum()),
+        "top1_agreement_clear": float(same[sure].mean()) if sure.any() else None,
+    }
+    if target is None:
+        return GraphQuality(**common)  # type: ignore[arg-type]
+    match, overlap, match_float, overlap_float = shared
+    return GraphQuality(
+        **common,  # type: ignore[arg-type]
+        sum_min_pq=float(overlap.mean()),
+        sum_min_pq_float=float(overlap_float.mean()),
+        sum_min_pq_error=float((overlap_float - overlap).std() / np.sqrt(len(kl))),
+        greedy_match=float(match.mean()),
+        greedy_match_float=float(match_float.mean()),
+    )
+
+
+def _quality_rows(
+    reference: Iterable[Float32Array],
+    ours: Iterable[Float32Array],
+    target: Iterable[Float32Array] | None,
+    ids: IntArray | None,
+) -> Iterator[NDArray[np.float64]]:
+    """Per row: largest error, KL, equal choice, a clear one; of a draft: match and overlap, ours and in float."""
+    pairs = zip(reference, ours, strict=True)
+    targets = zip(pairs, target, strict=True) if target is not None else zip(pairs, repeat(None))
+    for (exact, found), wanted in targets:
+        vocab = min(exact.shape[1], found.shape[1])
+        exact, found = (exact[:, :vocab], found[:, :vocab]) if ids is None else (exact[:, ids], found)
+        if len(exact) != len(found) or (wanted is not None and len(wanted) != len(found)):
+            raise UsageError(f"chunks of {len(exact)} and {len(found)} rows cannot be compared")
+        compared = _compare_rows(exact, found, np.zeros(len(found), np.int64))[2:]
+        columns = [np.abs(exact - found).max(axis=1)[None], compared]
+        if wanted is not None:
+            wanted = wanted if ids is not None else wanted[:, :vocab]
+            columns += [_acceptance_rows(wanted, rows[:, : wanted.shape[1]], ids) for rows in (found, exact)]
+        yield np.concatenate(columns)
 
 
 def logit_rows(

@@ -6,13 +6,13 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from outrider.contracts import Graph
 from outrider.errors import UsageError
 from outrider.manifest import GraphEntry, bundle_path
 
-__all__ = ["BACKENDS", "UNITS", "Opener", "RoleOptions", "graph_meta", "why_passed_over"]
+__all__ = ["BACKENDS", "UNITS", "Opener", "RoleOptions", "graph_meta", "open_npu", "why_passed_over"]
 
 UNITS = ("cpu", "gpu", "npu")
 CPU_PROVIDER = "CPUExecutionProvider"
@@ -101,7 +101,7 @@ def graph_meta(graph: GraphEntry) -> dict[str, Any]:
 def _open_onnxruntime(directory: str | os.PathLike[str], graph: GraphEntry, options: RoleOptions) -> Graph:
     """Open a graph with ONNX Runtime: on the providers named, or those it was made for, or the CPU."""
     if graph.unit == "npu":
-        return _open_npu(directory, graph, options)
+        return open_npu(directory, graph, options)
     from outrider.targets.onnxruntime import OnnxGraph
 
     providers = tuple(options.providers or graph.options.get("providers") or (CPU_PROVIDER,))
@@ -130,15 +130,22 @@ def _refuse_unknown_providers(providers: Sequence[str]) -> None:
             raise UsageError(f"unknown execution provider {name!r}; known: {', '.join(known)}")
 
 
-def _open_npu(directory: str | os.PathLike[str], graph: GraphEntry, options: RoleOptions) -> Graph:
-    """Open the static graphs of a Hexagon NPU, through the QNN plugin of ONNX Runtime."""
+def open_npu(
+    directory: str | os.PathLike[str],
+    graph: GraphEntry,
+    options: RoleOptions,
+    execution: Literal["auto", "cpu"] = "auto",
+) -> Graph:
+    """Open the static graphs of a Hexagon NPU through the QNN plugin of ONNX Runtime, or by the CPU's kernels."""
     from outrider.targets.qnn import NpuGraph
 
     opened: Graph = NpuGraph.load(
         bundle_path(directory, graph.path),
         {**graph_meta(graph), "functions": dict(graph.functions)},
         embedding=None if graph.embedding_file is None else bundle_path(directory, graph.embedding_file),
+        execution=execution,
         threads=options.threads,
+        provider_options=(options.provider_options or {}).get(QNN_PROVIDER),
     )
     return opened
 

@@ -7,24 +7,24 @@ with the target alone, token by token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from outrider.contracts import Float32Array, Graph, IntArray
-from outrider.errors import BackendError, BundleError
-from outrider.manifest import GraphEntry, bundle_path
-from outrider.runtime.load import Placement, draft_ids, load
+from outrider.contracts import Graph
+from outrider.errors import BackendError
+from outrider.manifest import GraphEntry, Via
+from outrider.runtime.check_graph import GraphCheck, GraphChecker, Probe
+from outrider.runtime.closest import Opened, graph_key, open_closest
+from outrider.runtime.load import Placement, load
 from outrider.runtime.pipeline import Pipeline, Result
-from outrider.runtime.proof import Agreement, RowIndependence, agreement, probe_rows, row_independence
 
 __all__ = ["Check", "GraphCheck", "TextCheck", "check_bundle", "first_difference"]
 
-PROBE_NAME = "probe.npz"
-MAX_KL = 0.7  # nats on the probe: above it a graph computes something else than its reference
-SUFFIX_NOISE = 1e-5  # of the logits' spread: later rows must not move earlier ones at all
 PROMPTS = (
     "Repeat these lines and add one more of the same kind: one red apple, two red apples, three red apples.",
     "Explain in two sentences what a lighthouse is for.",
@@ -32,30 +32,6 @@ PROMPTS = (
 )
 UNEVALUATED_TOKENS = 48  # as many as a probe holds
 Progress = Callable[[str, float], None]
-Probe = tuple[IntArray, list[int], Float32Array | None]
-"""Tokens [S], rows [R], and the float reference's logits [R, V] where the export stored them."""
-
-
-@dataclass(frozen=True)
-class GraphCheck:
-    """What was found about one graph. Errors are against the float reference on the stored probe.
-
-    `evaluated` False: the bundle holds no probe, so nothing is known about them; the rest was proven.
-    """
-
-    role: str
-    backend: str
-    unit: str
-    profile: str
-    via: str | None  # how it was proven; None = it was not executed
-    executed_artifact: bool
-    max_abs_error: float | None
-    top1_agreement: float | None
-    kl: float | None
-    row_independence: RowIndependence | None
-    acceptance: float | None  # drafts: accepted / evaluated in the greedy runs of this check
-    problems: tuple[str, ...] = ()
-    evaluated: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,30 +60,29 @@ class Check:
 
 
 def check_bundle(
-    directory: Path, *, max_tokens: int = 64, progress: Progress | None = None, **loading: Any
+    directory: Path,
+    *,
+    max_tokens: int = 64,
+    quick: bool = False,
+    progress: Progress | None = None,
+    **loading: Any,
 ) -> Check:
-    """Run every check. Raises BundleError for damaged files; what runs but fails is in the result's problems."""
+    """Run every check on every graph. Raises BundleError for damaged files; what fails is in the problems.
+
+    `quick` runs a few steps only of graphs that an emulator runs.
+    """
     tell = progress or (lambda stage, part: None)
     tell("hashes", 0.0)
     with load(directory, verify="full", **loading) as pipeline:
-        manifest = pipeline.manifest
-        assert manifest is not None
-        graphs = []
-        for placed in pipeline.placement:
-            tell(f"{placed.role}: probe", 0.0)
-            graph = _graph(pipeline, placed.role)
-            entry = next(g for g in manifest.roles[placed.role].graphs if g.path == placed.path)
-            probe = _read_probe(directory, entry) or _unevaluated(pipeline, graph)
-            ids = draft_ids(directory, entry)
-            graphs.append(_check_graph(placed, graph, probe, ids))
-        problems = [f"{graph.role}: {problem}" for graph in graphs for problem in graph.problems]
+        graphs = _check_graphs(directory, pipeline, quick, loading.get("threads"), tell)
+        problems = [f"{_name(graph, graphs)}: {problem}" for graph in graphs for problem in graph.problems]
         texts: list[TextCheck] = []
-        if all(graph.executed_artifact for graph in graphs):
+        if not any(graph.problems and graph.via is None for graph in graphs):
             try:
-                texts = _check_texts(pipeline, max_tokens, _width_noise(graphs), tell)
+                texts = _check_texts(pipeline, max_tokens, _width_noise(graphs, pipeline), tell)
             except BackendError as error:
                 problems.append(f"greedy text: {error}")
-        graphs = [_with_acceptance(graph, texts) for graph in graphs]
+        graphs = [_with_acceptance(graph, texts, pipeline.placement) for graph in graphs]
         problems += [
             _difference(text) for text in texts if text.first_difference is not None and not text.near_tie
         ]
@@ -117,9 +92,58 @@ def check_bundle(
         )
 
 
-def _width_noise(graphs: Sequence[GraphCheck]) -> float:
-    """How far the target's logits move with the width; what moves in a draft's cannot change the text."""
-    rows = [graph.row_independence for graph in graphs if graph.role == "target"]
+def _check_graphs(
+    directory: Path, pipeline: Pipeline, quick: bool, threads: int | None, tell: Progress
+) -> list[GraphCheck]:
+    """Every graph of the roles that were loaded, in the order of preference."""
+    manifest = pipeline.manifest
+    assert manifest is not None
+    target = pipeline.engine.target
+    records = manifest.quality.get("graphs", {})
+    checker = GraphChecker(directory, target, records, _unevaluated(pipeline, target), quick, threads, tell)
+    found: list[GraphCheck] = []
+    for placed in pipeline.placement:
+        role = placed.role
+        chosen = _graph(pipeline, role)
+        via: Via = getattr(chosen, "via", "artifact")
+        open_here = partial(Opened, chosen, via, bool(getattr(chosen, "executed_artifact", True)))
+        for entry in manifest.roles[role].by_preference():
+            tell(f"{role}: probe", 0.0)
+            if (entry.path, entry.unit) == (placed.path, placed.unit):
+                found.append(checker.check(role, entry, graph_key(entry), open_here))
+            else:
+                found.append(_check_another(checker, directory, role, entry, threads))
+    return found
+
+
+def _check_another(
+    checker: GraphChecker, directory: Path, role: str, entry: GraphEntry, threads: int | None
+) -> GraphCheck:
+    """A graph that `load` did not choose."""
+    with ExitStack() as stack:
+
+        def open_it() -> Opened:
+            opened = open_closest(directory, role, entry, threads)
+            stack.callback(opened.graph.close)
+            return opened
+
+        return checker.check(role, entry, graph_key(entry), open_it)
+
+
+def _name(graph: GraphCheck, graphs: Sequence[GraphCheck]) -> str:
+    """The role, and which of its graphs where there are several."""
+    several = sum(other.role == graph.role for other in graphs) > 1
+    return f"{graph.role} ({graph.path}, {graph.unit})" if several else graph.role
+
+
+def _width_noise(graphs: Sequence[GraphCheck], pipeline: Pipeline) -> float:
+    """How far the logits of the target that writes move with the width; a draft's cannot change the text."""
+    placed = pipeline.placement[0]
+    rows = [
+        graph.row_independence
+        for graph in graphs
+        if (graph.role, graph.path, graph.unit) == ("target", placed.path, placed.unit)
+    ]
     return max((found.width for found in rows if found is not None), default=0.0)
 
 
@@ -133,69 +157,7 @@ def _graph(pipeline: Pipeline, role: str) -> Graph:
 def _unevaluated(pipeline: Pipeline, graph: Graph) -> Probe:
     """Tokens to run a graph on where the export stored none, and no reference."""
     ids = pipeline.tokenizer.encode(" ".join(PROMPTS))[: min(UNEVALUATED_TOKENS, graph.max_context)]
-    return np.asarray(ids, np.int64), [len(ids) - 1], None
-
-
-def _check_graph(placed: Placement, graph: Graph, probe: Probe, ids: IntArray | None = None) -> GraphCheck:
-    found: Agreement | None = None
-    rows: RowIndependence | None = None
-    executed = False
-    try:
-        found, rows, problems = _prove(placed.role, graph, probe, ids)
-        executed = True
-    except Exception as error:  # whatever its library raises, a graph that does not run is a finding
-        problems = [f"cannot be run as the manifest describes it ({_first_line(error)}); export it again"]
-    return GraphCheck(
-        role=placed.role,
-        backend=placed.backend,
-        unit=placed.unit,
-        profile=placed.profile,
-        via="artifact" if executed else None,
-        executed_artifact=executed,
-        max_abs_error=found.max_abs_error if found else None,
-        top1_agreement=found.top1_agreement if found else None,
-        kl=found.kl if found else None,
-        row_independence=rows,
-        acceptance=None,
-        problems=tuple(problems),
-        evaluated=probe[2] is not None,
-    )
-
-
-def _prove(
-    role: str, graph: Graph, probe: Probe, ids: IntArray | None
-) -> tuple[Agreement | None, RowIndependence | None, list[str]]:
-    tokens, wanted, reference = probe
-    ours = probe_rows(graph, tokens, wanted)
-    if not np.isfinite(ours).all():
-        return None, None, ["logits are not finite: the weights are damaged; export the bundle again"]
-    found = None if reference is None else agreement(ours, reference, ids)
-    rows = row_independence(graph, tokens)
-    return found, rows, _judge(role, found, rows)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _judge(role: str, found: Agreement | None, rows: RowIndependence) -> list[str]:
-    problems = []
-    if found is not None and found.kl > MAX_KL:
-        problems.append(f"logits are {found.kl:.2f} nats from the float reference, more than {MAX_KL}")
-    if rows.suffix > SUFFIX_NOISE * rows.spread and role == "target":
-        problems.append(f"verify rows feel later rows (by {rows.suffix:.1e}): this target is not lossless")
-    return problems
-
-
-def _read_probe(directory: Path, entry: GraphEntry) -> Probe | None:
-    name = next((name for name in entry.files if name.endswith(PROBE_NAME)), None)
-    if name is None:
-        return None
-    try:
-        with np.load(bundle_path(directory, name)) as stored:
-            return stored["tokens"], [int(row) for row in stored["rows"]], stored["logits"]
-    except (OSError, ValueError, KeyError) as error:
-        raise BundleError(f"{name} cannot be read ({error}); export the bundle again") from error
+    return Probe(np.asarray(ids, np.int64), (len(ids) - 1,), None)
 
 
 def _check_texts(pipeline: Pipeline, max_tokens: int, noise: float, tell: Progress) -> list[TextCheck]:
@@ -246,9 +208,13 @@ def _compare(drafter: str, k: int, plain: Result, drafted: Result, noise: float)
     )
 
 
-def _with_acceptance(graph: GraphCheck, texts: Sequence[TextCheck]) -> GraphCheck:
+def _with_acceptance(
+    graph: GraphCheck, texts: Sequence[TextCheck], placement: Sequence[Placement]
+) -> GraphCheck:
+    """The acceptance in the texts, of the draft that was loaded."""
     found = [text.acceptance for text in texts if text.drafter == "model" and text.acceptance is not None]
-    if graph.role != "draft" or not found:
+    loaded = {(placed.role, placed.path, placed.unit) for placed in placement}
+    if graph.role != "draft" or not found or (graph.role, graph.path, graph.unit) not in loaded:
         return graph
     return replace(graph, acceptance=sum(found) / len(found))
 

@@ -306,7 +306,7 @@ def _placed(role: str, graph: GraphEntry, opened: Graph, passed: Sequence[str]) 
         graph.prefill_width,
         providers,
         tuple(passed),
-        bool(getattr(opened, "emulated", False)),
+        getattr(opened, "via", "artifact") != "artifact",
     )
 
 

@@ -6,14 +6,23 @@ committed prefix and its own ancestors; a graph whose rows feel later rows is no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from outrider.contracts import Float32Array, Graph, IntArray
 
-__all__ = ["Agreement", "RowIndependence", "agreement", "probe_rows", "row_independence"]
+__all__ = [
+    "Agreement",
+    "RowIndependence",
+    "agreement",
+    "narrow_widths",
+    "probe_rows",
+    "row_independence",
+    "sample_rows",
+]
 
 WIDTHS = (1, 2, 3, 5, 8)
 
@@ -54,6 +63,42 @@ def agreement(ours: Float32Array, reference: Float32Array, ids: IntArray | None 
         top1_agreement=float((p.argmax(1) == q.argmax(1)).mean()),
         kl=float(np.maximum((np.exp(p) * (p - q)).sum(1), 0.0).mean()),
     )
+
+
+def narrow_widths(graph: Graph) -> tuple[int, ...]:
+    """The widths whose runs return all rows: an NPU's graph for a chunk of the prompt returns one."""
+    described = getattr(graph, "npu_meta", None)
+    widths = graph.widths or ()
+    return widths if described is None else tuple(width for width in widths if described.rows[width] == width)
+
+
+def sample_rows(
+    graph: Graph,
+    tokens: IntArray,  # [S]
+    rows: Sequence[int],
+    tell: Callable[[str, float], None] | None = None,
+) -> Float32Array:
+    """Logits [R, V] of some rows of a short text, in the widest steps that return all rows.
+
+    `tell(stage, part)` is called after each step; the stage says how long the first took.
+    """
+    graph.truncate(0)
+    step = max(narrow_widths(graph), default=len(tokens))
+    starts = range(0, len(tokens), step)
+    found, begin, wanted, stage = [], time.monotonic(), set(rows), ""
+    for done, start in enumerate(starts, 1):
+        chunk = tokens[start : start + step]
+        here = [row - start for row in range(start, start + len(chunk)) if row in wanted]
+        output = graph.forward(chunk, logits=here or "none")
+        if here:
+            assert isinstance(output.logits, np.ndarray)
+            found.append(output.logits.copy())
+        graph.commit(range(len(chunk)))
+        stage = stage or f"{len(starts)} steps of {time.monotonic() - begin:.1f} s"
+        if tell:
+            tell(stage, done / len(starts))
+    graph.truncate(0)
+    return np.concatenate(found)
 
 
 def probe_rows(graph: Graph, tokens: IntArray, rows: Sequence[int]) -> Float32Array:
