@@ -89,9 +89,45 @@ def test_compensation_brings_outputs_closer_than_any_rounding() -> None:
 def test_the_reported_loss_is_the_output_error_that_scales_are_compared_by(k: int) -> None:
     w, moment = heavy_tailed(9, k), moment_of(correlated(4 * k, k))
     scales = search_scales(w, 4)
-    codes, loss = compensate_rows(w, scales, inverse_factor(moment, damping=0.0), 4)
+    codes, loss = compensate_rows(w, scales[:, None], inverse_factor(moment, damping=0.0), 4)
     wrong = (w - codes * scales[:, None]).astype(np.float64)
     np.testing.assert_allclose(loss, np.einsum("nk,kj,nj->n", wrong, moment, wrong), rtol=0.02)
+
+
+@pytest.mark.parametrize("method", ["rtn", "mse", "gptq"])
+def test_blocks_have_whole_multipliers_and_lose_less_than_one_scale_a_row(method: str) -> None:
+    w = heavy_tailed(40, 192) * np.repeat(np.random.default_rng(6).uniform(0.2, 2, (40, 12)), 16, axis=1)
+    w, moment = w.astype(np.float32), moment_of(correlated(2000, 192))
+
+    def output_error(block: int | None) -> float:
+        packed = pack_channels(w, 4, method, block=block, moment=moment)
+        wrong = w - packed.values()
+        return float(np.sqrt(np.einsum("nk,kj,nj->", wrong, moment, wrong)))
+
+    assert output_error(16) < output_error(64) < output_error(None)
+    packed = pack_channels(w, 4, method, block=16, moment=moment)
+    assert packed.multipliers is not None
+    assert packed.multipliers.shape == (40, 12)
+    assert packed.block == 16
+    assert packed.nbytes == 40 * 192 // 2 + 40 * 4 + 40 * 12
+    assert 1 <= packed.multipliers.min() < packed.multipliers.max() == 16
+    scale = np.repeat(packed.scales[:, None] * packed.multipliers, 16, axis=1)
+    np.testing.assert_allclose(packed.values(), packed.codes * scale, rtol=1e-6)
+    assert packed.relative_error == pytest.approx(
+        np.linalg.norm(w - packed.values()) / np.linalg.norm(w), rel=1e-4
+    )
+
+
+def test_blocks_that_do_not_divide_a_row_and_multipliers_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ExportError, match="blocks of 32 do not fit rows of 48"):
+        pack_channels(heavy_tailed(4, 48), 4, block=32)
+    with pytest.raises(ExportError, match="known: 16, 32, 64"):
+        pack_channels(heavy_tailed(4, 48), 4, block=24)
+    codes, scales = np.zeros((2, 32), np.int8), np.ones(2, np.float32)
+    with pytest.raises(ExportError, match=r"outside 1\.\.16"):
+        ChannelMatrix(4, codes, scales, "rtn", 0.0, np.full((2, 2), 17, np.uint8))
+    with pytest.raises(ExportError, match="do not fit codes"):
+        ChannelMatrix(4, codes, scales, "rtn", 0.0, np.ones((2, 3), np.uint8))
 
 
 def test_rows_do_not_depend_on_the_chunks_they_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +140,16 @@ def test_rows_do_not_depend_on_the_chunks_they_come_in(monkeypatch: pytest.Monke
 
 def test_rows_of_zeros_and_inputs_that_are_never_used_do_no_harm() -> None:
     w = heavy_tailed(8, 32)
-    w[3] = 0
+    w[3], w[4, :16] = 0, 0
     x = correlated(100, 32)
     x[:, 10:20] = 0
     for method in ("rtn", "mse", "gptq"):
         packed = pack_channels(w, 4, method, moment=moment_of(x))
         assert np.isfinite(packed.values()).all()
         np.testing.assert_array_equal(packed.values()[3], 0)
+        blocks = pack_channels(w, 4, method, block=16, moment=moment_of(x)).values()
+        np.testing.assert_array_equal(blocks[3], 0)
+        assert np.abs(blocks[4] - w[4]).max() < np.abs(w[4]).max() / 3
 
 
 def test_what_cannot_be_packed_is_refused_with_a_reason() -> None:

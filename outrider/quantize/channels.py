@@ -4,12 +4,16 @@ Codes are signed and symmetric around a zero point of 0: -128..127 or -8..7, as 
 scale is positive. A row of a large matrix has one scale for hundreds of weights, so rounding to nearest is
 rarely good enough at 4 bits: `mse` searches where to clip, `gptq` makes later weights of the row
 compensate the errors of earlier ones, and tries several scales.
+
+The Hexagon NPU also takes a small whole multiplier for every block of a row (QNN's "low-power block
+quantization"): the accumulators of a block are multiplied by 1..16 before they are summed, and one float scale
+a channel remains. That costs 8 bits a block and makes 4-bit weights considerably better.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,18 +28,24 @@ FloatArray = NDArray[np.float32]
 ChannelMethod = Literal["rtn", "mse", "gptq"]
 
 CLIP_RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4)
-GPTQ_RATIOS = (1.0, 0.9, 0.8, 1.1, 1.25)  # of the scale that the search without compensation finds
+GPTQ_RATIOS = (1.0, 0.9, 0.8, 1.1)  # of the scale that the search without compensation finds
+BLOCK_SIZES = (16, 32, 64)
+MULTIPLIERS = 16  # the largest of a block
 
 
 @dataclass(frozen=True)
 class ChannelMatrix:
-    """A weight [N, K] as value = scales[n] * codes[n, k]; 4-bit codes take a byte each here."""
+    """A weight [N, K] as value = scales[n] * multipliers[n, k // block] * codes[n, k].
+
+    Without blocks every multiplier is 1. 4-bit codes take a byte each here.
+    """
 
     bits: int
     codes: NDArray[np.int8]  # [N, K]
     scales: FloatArray  # [N], positive
     method: ChannelMethod
     relative_error: float  # ||W - Ŵ|| / ||W||, Frobenius
+    multipliers: NDArray[np.uint8] | None = None  # [N, K / block], 1..16
 
     def __post_init__(self) -> None:
         """Refuse what no accelerator reads."""
@@ -46,15 +56,39 @@ class ChannelMatrix:
             )
         if self.codes.min() < low or self.codes.max() > high or not (self.scales > 0).all():
             raise ExportError(f"codes leave {low}..{high} or a scale is not positive")
+        if self.multipliers is not None:
+            _check_multipliers(self.multipliers, self.codes.shape)
+
+    @property
+    def block(self) -> int | None:
+        """Weights that share a multiplier, or None without any."""
+        return None if self.multipliers is None else self.codes.shape[1] // self.multipliers.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that ship: codes packed, and a float32 scale a row."""
-        return -(-self.codes.size * self.bits // 8) + self.scales.nbytes
+        """Bytes that ship: codes packed, a float32 scale a row, a byte a multiplier."""
+        extra = 0 if self.multipliers is None else self.multipliers.nbytes
+        return -(-self.codes.size * self.bits // 8) + self.scales.nbytes + extra
 
     def values(self) -> FloatArray:
         """The float32 weight [N, K] that the codes stand for."""
-        return self.codes.astype(np.float32) * self.scales[:, None]
+        return self.codes * _spread(self.scales, self.multipliers, self.codes.shape[1])
+
+
+def _check_multipliers(multipliers: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
+    fits = multipliers.dtype == np.uint8 and multipliers.ndim == 2 and len(multipliers) == shape[0]
+    if not fits or shape[1] % multipliers.shape[1]:
+        raise ExportError(f"multipliers {multipliers.dtype}{multipliers.shape} do not fit codes {shape}")
+    if multipliers.min() < 1 or multipliers.max() > MULTIPLIERS:
+        raise ExportError(f"a multiplier of a block is outside 1..{MULTIPLIERS}")
+
+
+def _spread(scales: FloatArray, multipliers: NDArray[np.uint8] | None, K: int) -> FloatArray:
+    """The scale of every weight [n, K], or [n, 1] where a row has only one."""
+    if multipliers is None:
+        return scales[:, None]
+    steps: FloatArray = scales[:, None] * multipliers.astype(np.float32)
+    return np.repeat(steps, K // multipliers.shape[1], axis=1)
 
 
 def code_range(bits: int) -> tuple[int, int]:
@@ -69,80 +103,112 @@ def pack_channels(
     bits: int,
     method: ChannelMethod = "mse",
     *,
+    block: int | None = None,
     moment: FloatArray | None = None,
     threads: int | None = None,
 ) -> ChannelMatrix:
-    """Round a weight [N, K] to integers with one scale per row.
+    """Round a weight [N, K] to integers with one scale per row, and a multiplier per `block` where asked for.
 
     `rtn` rounds to nearest with the row's peak as the largest code; `mse` searches the scale with the least
     squared error; `gptq` compensates errors as well (Frantar et al. 2022). `moment` is the second moment of
     the inputs: its diagonal [K] (or all of it) weighs the errors of `mse`, `gptq` needs [K, K].
-    Raises ExportError for a weight that is no finite matrix or a moment that does not fit.
+    Raises ExportError for a weight that is no finite matrix, a moment that does not fit, or a block that does
+    not divide K.
     """
-    low, high = code_range(bits)
+    code_range(bits)
     if method not in get_args(ChannelMethod):
         raise UsageError(f"method is {method!r}; known: {', '.join(get_args(ChannelMethod))}")
     values = _matrix(weight)
     _check_moment(moment, values.shape[1], method)
-    importance = (
-        None if moment is None else np.ascontiguousarray(moment if moment.ndim == 1 else moment.diagonal())
-    )
+    _check_block(block, values.shape[1])
+    importance = None
+    if moment is not None:
+        importance = np.ascontiguousarray(moment if moment.ndim == 1 else moment.diagonal())
     inverse, order = _ordered_inverse(moment) if method == "gptq" and moment is not None else (None, None)
 
-    def run(rows: slice) -> tuple[NDArray[np.int8], FloatArray]:
+    def run(rows: slice) -> _Rows:
         part = values[rows]
-        scales = _peak_scales(part, bits) if method == "rtn" else search_scales(part, bits, importance)
+        scales, multipliers = _scales(part, bits, method, block, importance)
         if inverse is None or order is None:
-            return _round(part, scales, low, high), scales
-        return _compensated(part, scales, bits, inverse, order)
+            return _Rows(_round(part, _spread(scales, multipliers, part.shape[1]), bits), scales, multipliers)
+        return _compensated(part, scales, multipliers, bits, inverse, order)
 
     parts = over_chunks(run, values.shape, threads)
-    codes = np.concatenate([part[0] for part in parts])
-    scales = np.concatenate([part[1] for part in parts])
-    return ChannelMatrix(bits, codes, scales, method, _relative_error(values, codes, scales))
+    codes, scales = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+    multipliers = None if block is None else np.concatenate([part.multipliers for part in parts])
+    packed = ChannelMatrix(bits, codes, scales, method, 0.0, multipliers)
+    return replace(packed, relative_error=_relative_error(values, packed))
+
+
+class _Rows(NamedTuple):
+    codes: NDArray[np.int8]  # [n, K]
+    scales: FloatArray  # [n]
+    multipliers: NDArray[np.uint8] | None  # [n, K / block]
+
+
+def _scales(
+    rows: FloatArray, bits: int, method: str, block: int | None, importance: FloatArray | None
+) -> tuple[FloatArray, NDArray[np.uint8] | None]:
+    """The scale of every row, and the multipliers of its blocks."""
+    width = rows.shape[1] if block is None else block
+    blocks = rows.reshape(-1, width)  # [n * B, width]
+    weights = None if importance is None else np.tile(importance.reshape(-1, width), (len(rows), 1))
+    found = _peak_scales(blocks, bits) if method == "rtn" else search_scales(blocks, bits, weights)
+    if block is None:
+        return found, None
+    used = (blocks != 0).any(axis=1)
+    steps = np.where(used, found, 0).reshape(len(rows), -1)  # [n, B]
+    scales = _positive(steps.max(axis=1) / np.float32(MULTIPLIERS))
+    multipliers = np.clip(np.rint(steps / scales[:, None]), 1, MULTIPLIERS).astype(np.uint8)
+    return scales, multipliers
 
 
 def search_scales(
     rows: FloatArray,  # [n, K]
     bits: int,
-    importance: FloatArray | None = None,  # [K]
+    importance: FloatArray | None = None,  # [n, K] or [1, K]
 ) -> FloatArray:
     """The scale [n] of each row with the least (weighed) squared error: clip at several places, refit each.
 
     Without `importance`, larger weights count more, as in `methods.quantize_blocks`.
     """
     low, high = code_range(bits)
-    weights = _by_magnitude(rows) if importance is None else importance[None, :]
+    weights = _by_magnitude(rows) if importance is None else importance
     peak = _peak_scales(rows, bits)
-    best_scale, best_error = peak, _error(rows, peak, low, high, weights)
+    best_scale, best_error = peak, _error(rows, peak, bits, weights)
     for ratio in CLIP_RATIOS:
         codes = np.clip(np.rint(rows / (peak * np.float32(ratio))[:, None]), low, high)
         weighed = codes * weights
-        fitted = _positive(
-            np.einsum("nk,nk->n", rows, weighed) / np.maximum(np.einsum("nk,nk->n", codes, weighed), 1e-30)
-        )
-        error = _error(rows, fitted, low, high, weights)
+        squares = np.maximum(np.einsum("nk,nk->n", codes, weighed), np.float32(1e-30))
+        fitted = _positive(np.einsum("nk,nk->n", rows, weighed) / squares)
+        error = _error(rows, fitted, bits, weights)
         better = error < best_error
         best_scale, best_error = np.where(better, fitted, best_scale), np.where(better, error, best_error)
     return best_scale
 
 
 def _compensated(
-    rows: FloatArray, scales: FloatArray, bits: int, inverse: FloatArray, order: NDArray[np.intp]
-) -> tuple[NDArray[np.int8], FloatArray]:
+    rows: FloatArray,
+    scales: FloatArray,
+    multipliers: NDArray[np.uint8] | None,
+    bits: int,
+    inverse: FloatArray,
+    order: NDArray[np.intp],
+) -> _Rows:
     """GPTQ at several scales a row; the one with the least output error wins."""
+    steps = _spread(scales, multipliers, rows.shape[1])
+    steps = steps if multipliers is None else steps[:, order]
     sorted_rows = np.ascontiguousarray(rows[:, order])
     best_codes = np.zeros(rows.shape, np.int8)
-    best_loss, best_scale = np.full(len(rows), np.inf, np.float32), scales
+    best_loss, best_ratio = np.full(len(rows), np.inf, np.float32), np.ones(len(rows), np.float32)
     for ratio in GPTQ_RATIOS:
-        tried = scales * np.float32(ratio)
-        codes, loss = compensate_rows(sorted_rows, tried, inverse, bits)
+        codes, loss = compensate_rows(sorted_rows, steps * np.float32(ratio), inverse, bits)
         better = loss < best_loss
         best_codes[better] = codes[better]
-        best_loss, best_scale = np.where(better, loss, best_loss), np.where(better, tried, best_scale)
+        best_loss, best_ratio = np.where(better, loss, best_loss), np.where(better, ratio, best_ratio)
     restored = np.empty_like(best_codes)
     restored[:, order] = best_codes
-    return restored, best_scale
+    return _Rows(restored, scales * best_ratio.astype(np.float32), multipliers)
 
 
 def _ordered_inverse(moment: FloatArray) -> tuple[FloatArray, NDArray[np.intp]]:
@@ -166,13 +232,14 @@ def _positive(scales: NDArray[np.floating]) -> FloatArray:
     return np.where(scales > 1e-30, scales, 1).astype(np.float32)
 
 
-def _round(rows: FloatArray, scales: FloatArray, low: int, high: int) -> NDArray[np.int8]:
-    codes: NDArray[np.int8] = np.clip(np.rint(rows / scales[:, None]), low, high).astype(np.int8)
+def _round(rows: FloatArray, steps: FloatArray, bits: int) -> NDArray[np.int8]:
+    low, high = code_range(bits)
+    codes: NDArray[np.int8] = np.clip(np.rint(rows / steps), low, high).astype(np.int8)
     return codes
 
 
-def _error(rows: FloatArray, scales: FloatArray, low: int, high: int, weights: FloatArray) -> FloatArray:
-    wrong = rows - np.clip(np.rint(rows / scales[:, None]), low, high) * scales[:, None]
+def _error(rows: FloatArray, scales: FloatArray, bits: int, weights: FloatArray) -> FloatArray:
+    wrong = rows - _round(rows, scales[:, None], bits) * scales[:, None]
     total: FloatArray = np.einsum("nk,nk->n", wrong, wrong * weights)
     return total
 
@@ -183,11 +250,12 @@ def _by_magnitude(rows: FloatArray) -> FloatArray:
     return weights
 
 
-def _relative_error(values: FloatArray, codes: NDArray[np.int8], scales: FloatArray) -> float:
+def _relative_error(values: FloatArray, packed: ChannelMatrix) -> float:
     lost = total = 0.0
     for start in range(0, len(values), 1024):
         rows = slice(start, start + 1024)
-        wrong = values[rows] - codes[rows] * scales[rows, None]
+        multipliers = None if packed.multipliers is None else packed.multipliers[rows]
+        wrong = values[rows] - packed.codes[rows] * _spread(packed.scales[rows], multipliers, values.shape[1])
         lost += float(np.vdot(wrong, wrong))
         total += float(np.vdot(values[rows], values[rows]))
     return float(np.sqrt(lost / total)) if total > 0 else float(np.sqrt(lost))
@@ -211,4 +279,12 @@ def _check_moment(moment: FloatArray | None, K: int, method: str) -> None:
         raise ExportError(
             f"method 'gptq' needs the second moment [{K}, {K}] of the inputs and got "
             f"{'none' if moment is None else moment.shape}; collect it first, or choose mse"
+        )
+
+
+def _check_block(block: int | None, K: int) -> None:
+    if block is not None and (block not in BLOCK_SIZES or K % block):
+        raise ExportError(
+            f"blocks of {block} do not fit rows of {K} weights; known: {', '.join(map(str, BLOCK_SIZES))}, and the "
+            "block has to divide the row"
         )

@@ -204,7 +204,7 @@ def gptq(
         if fitted.zero_points is not None:
             zeros[:, index] = fitted.zero_points[:, 0]
         chosen, errors = _compensate(
-            work[:, columns], scales[:, index], zeros[:, index], inverse[columns, columns], scheme.bits
+            work[:, columns], scales[:, index, None], zeros[:, index], inverse[columns, columns], scheme.bits
         )
         codes[:, index, : chosen.shape[1]] = chosen
         codes[:, index, chosen.shape[1] :] = zeros[:, index, None]
@@ -220,11 +220,11 @@ def _fit_block(columns: FloatArray, scheme: BlockInt, importance: FloatArray) ->
 
 def compensate_rows(
     rows: FloatArray,  # [n, K]
-    scales: FloatArray,  # [n]
+    scales: FloatArray,  # [n, K], or [n, 1]
     inverse: FloatArray,  # [K, K], from `inverse_factor`
     bits: int,
 ) -> tuple[NDArray[np.int8], FloatArray]:
-    """`gptq` with one given scale a row: signed codes [n, K], and each row's output error eᵀ H e [n].
+    """`gptq` with given scales: signed codes [n, K], and each row's output error eᵀ H e [n].
 
     The squared, scaled errors of the columns sum up to that error exactly, so scales can be compared by it.
     """
@@ -235,7 +235,8 @@ def compensate_rows(
     zero = np.full(n, middle(bits), np.uint8)
     for start in range(0, K, GPTQ_COLUMNS):
         columns = slice(start, min(start + GPTQ_COLUMNS, K))
-        chosen, errors = _compensate(work[:, columns], scales, zero, inverse[columns, columns], bits)
+        steps = scales if scales.shape[1] == 1 else scales[:, columns]
+        chosen, errors = _compensate(work[:, columns], steps, zero, inverse[columns, columns], bits)
         codes[:, columns] = chosen.astype(np.int16) - middle(bits)
         loss += np.einsum("nk,nk->n", errors, errors)
         work[:, columns.stop :] -= errors @ inverse[columns, columns.stop :]
@@ -244,7 +245,7 @@ def compensate_rows(
 
 def _compensate(
     columns: FloatArray,  # [N, b]
-    scale: FloatArray,  # [N]
+    scales: FloatArray,  # [N, b], or [N, 1]
     zero: NDArray[np.uint8],  # [N]
     inverse: FloatArray,  # [b, b]
     bits: int,
@@ -253,11 +254,12 @@ def _compensate(
     width = columns.shape[1]
     work, errors = columns.T.copy(), np.empty((width, len(columns)), np.float32)  # [b, N]: rows contiguous
     codes = np.empty((width, len(columns)), np.uint8)
-    step, offset, top = _safe(scale), zero.astype(np.float32), np.float32((1 << bits) - 1)
+    offset, top = zero.astype(np.float32), np.float32((1 << bits) - 1)
+    steps = np.broadcast_to(np.ascontiguousarray(scales.T), work.shape)  # [b, N]
     for j in range(width):
-        code = np.clip(np.rint(work[j] / step) + offset, 0, top)
+        code = np.clip(np.rint(work[j] / _safe(steps[j])) + offset, 0, top)
         codes[j] = code
-        errors[j] = (work[j] - (code - offset) * scale) / inverse[j, j]
+        errors[j] = (work[j] - (code - offset) * steps[j]) / inverse[j, j]
         work[j + 1 :] -= inverse[j, j + 1 :, None] * errors[j]
     return codes.T, np.ascontiguousarray(errors.T)
 
