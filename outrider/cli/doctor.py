@@ -105,7 +105,7 @@ def describe_machine(machine: Machine) -> str:
         f"processor    {machine.processor}, {machine.cores} cores, memory {memory}",
         f"onnxruntime  {machine.onnxruntime}: {', '.join(machine.providers)}",
     ]
-    lines += [f"extra {name:6} {state}" for name, state in machine.extras.items()]
+    lines += [f"extra {name:10} {state}" for name, state in machine.extras.items()]
     return "\n".join(lines)
 
 

@@ -38,6 +38,8 @@ __all__ = [
 
 EXTRAS = {
     "export": ("torch", "turns checkpoints into bundles"),
+    "executorch": ("executorch", "makes and runs .pte graphs"),
+    "qnn": ("onnxruntime_qnn", "makes and runs graphs for Hexagon NPUs, on x86-64 in an emulator"),
     "nvml": ("pynvml", "reads NVIDIA graphics cards"),
     "dev": ("pytest", "runs the tests"),
 }
