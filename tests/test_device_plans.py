@@ -142,7 +142,7 @@ def test_one_executorch_backend_can_be_named() -> None:
     [("qualcomm", "QNN_SDK_ROOT"), ("mediatek", "mtk_converter"), ("samsung", "EXYNOS_AI_LITECORE_ROOT")],
 )
 def test_a_vendors_backend_names_the_sdk_that_is_missing(vendor: str, sdk: str) -> None:
-    with pytest.raises(ExportError, match=f"--executorch-backend {vendor} needs .*{sdk}"):
+    with pytest.raises(ExportError, match=f"lowering to '{vendor}' through ExecuTorch needs .*{sdk}"):
         plans("snapdragon-8-gen3", executorch_backend=vendor)
 
 

@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from outrider.errors import ExportError, MissingExtraError, UsageError
+from outrider.errors import MissingExtraError, UsageError
+from outrider.export.executorch_lower import vendor_partitioner
 from outrider.manifest import Profile
 from outrider.targets.device import DEVICES, Device, load_device
 
@@ -30,14 +31,6 @@ __all__ = [
 Lowering = Literal["onnx", "npu", "xnnpack", "vulkan"]
 BACKENDS = ("onnxruntime", "qnn", "executorch")
 EXECUTORCH_BACKENDS = ("xnnpack", "vulkan", "qualcomm", "mediatek", "samsung")
-VENDOR_SDKS = {
-    "qualcomm": "the Qualcomm AI Engine Direct SDK (QAIRT 2.37; QNN_SDK_ROOT must name its folder), which asks for "
-    "Qualcomm's licence. Without it, --backends qnn makes the NPU graph through onnxruntime-qnn",
-    "mediatek": "the NeuroPilot Express SDK (the Python packages mtk_converter and mtk_neuron), which asks for "
-    "MediaTek's licence",
-    "samsung": "the Exynos AI LiteCore SDK (EXYNOS_AI_LITECORE_ROOT and its Python binding), which asks for "
-    "Samsung's licence",
-}
 EXTRA_MODULES = {
     "onnxruntime": ("export", ("torch", "onnx", "onnxscript", "threadpoolctl")),
     "qnn": ("qnn", ("onnxruntime_qnn",)),
@@ -220,8 +213,8 @@ def _delegates(device: Device, options: ExportOptions, backends: Sequence[str]) 
         raise UsageError(f"unknown ExecuTorch backend {wanted!r}; known: {', '.join(EXECUTORCH_BACKENDS)}")
     if "executorch" not in backends:
         raise UsageError(f"--executorch-backend {wanted} was given, but --backends has no executorch")
-    if wanted in VENDOR_SDKS:
-        raise ExportError(f"--executorch-backend {wanted} needs {VENDOR_SDKS[wanted]}; it is not here")
+    if wanted not in ("xnnpack", "vulkan"):
+        vendor_partitioner(wanted)
     return (wanted,)
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from outrider.export.calibrate import calibrate
+from outrider.export.calibrate import LayerMoments, calibrate, calibration_tokens
 from outrider.export.checkpoint import Checkpoint
 from outrider.export.config import ModelConfig
-from outrider.export.device_plans import GraphPlan, open_device
+from outrider.export.device_plans import GraphPlan
 from outrider.export.lowered import Lowered
 from outrider.export.options import ExportOptions
-from outrider.export.prompts import calibration_sequences
-from outrider.export.slots import SlotWeights
+from outrider.export.prompts import SEGMENT, calibration_sequences
+from outrider.export.slots import SlotWeights, matrix_slots
 from outrider.manifest import GraphEntry, KvEntry, RoleEntry, describe_file
 from outrider.runtime.vocab_map import VOCAB_MAP, write_vocab_map
 
 __all__ = ["LOWERINGS", "Making", "make_role"]
 
 PREFILL_WIDTH = 512
+REFERENCE = "reference.pte"  # of the CPU, for a graph whose delegate runs on Android only
 KV_DTYPES = {"npu": "uint16"}
 ELSEWHERE = (  # of a graph's description: the manifest has fields for these
     "profile",
@@ -130,8 +133,6 @@ def _entry(
 
 def _running(plan: GraphPlan) -> Mapping[str, object]:
     """What decides by what a graph can be run, beside its backend."""
-    if plan.backend == "executorch":
-        return {"delegate": plan.lowering}
     return {"providers": list(plan.providers)} if plan.providers else {}
 
 
@@ -167,7 +168,8 @@ def _lower_npu(making: Making) -> Lowered:
     from outrider.export.npu import export_npu
     from outrider.quantize.npu_recipes import get_npu_recipe
 
-    plan = making.plan
+    plan, options = making.plan, making.options
+    sequences = calibration_sequences(making.checkpoint.tokenizer, plan.max_context, options.calibration)
     return export_npu(
         making.weights.config,
         making.weights,
@@ -175,27 +177,49 @@ def _lower_npu(making: Making) -> Lowered:
         making.place,
         max_context=plan.max_context,
         widths=plan.widths,
-        calibration=calibration_sequences(
-            making.checkpoint.tokenizer, plan.max_context, making.options.calibration
-        ),
-        device=open_device(making.options.device),
+        calibration=[sequence.tolist() for sequence in sequences],
         progress=making.progress,
     )
 
 
-def _lower_executorch(making: Making) -> Lowered:
-    from outrider.export.executorch import export_pte
+def _lower_xnnpack(making: Making) -> Lowered:
+    return _lower_pte(making, making.place, "xnnpack", "buffer")
 
-    plan = making.plan
+
+def _lower_vulkan(making: Making) -> Lowered:
+    """The program for the GPU, and beside it the same one for the CPU: what is run in its place where no GPU is."""
+    lowered = _lower_pte(making, making.place, "vulkan", "split")
+    with tempfile.TemporaryDirectory(dir=making.place) as place:
+        stand_in = _lower_pte(making, Path(place), "xnnpack", "split")
+        reference = making.place / REFERENCE
+        stand_in.files[0].replace(reference)
+    return replace(lowered, files=(*lowered.files, reference), meta={**lowered.meta, "reference": REFERENCE})
+
+
+def _lower_pte(making: Making, place: Path, backend: str, profile: Literal["buffer", "split"]) -> Lowered:
+    from outrider.export.executorch import export_pte
+    from outrider.quantize.executorch import executorch_recipe
+
+    plan, config = making.plan, making.weights.config
+    recipe = executorch_recipe(plan.recipe)
+    slots = [
+        slot for slot in matrix_slots(config)[1:] if getattr(recipe.scheme_for(slot), "method", "") == "mse"
+    ]
+    sequences = (
+        calibration_tokens(making.checkpoint.tokenizer, min(SEGMENT, plan.max_context)) if slots else []
+    )
+    moments = LayerMoments(making.weights, dict.fromkeys(slots, False), sequences)
     return export_pte(
-        making.weights.config,
+        config,
         making.weights,
-        plan.recipe,
-        making.place,
-        backend=plan.lowering,
-        profile=plan.profile,
+        recipe,
+        place,
+        backend=backend,
+        profile=profile,
         max_context=plan.max_context,
         widths=plan.widths,
+        hidden_layers=making.options.hidden_layers if plan.role == "target" else (),
+        stats=moments,
         progress=making.progress,
     )
 
@@ -203,7 +227,7 @@ def _lower_executorch(making: Making) -> Lowered:
 LOWERINGS: dict[str, Callable[[Making], Lowered]] = {
     "onnx": _lower_onnx,
     "npu": _lower_npu,
-    "xnnpack": _lower_executorch,
-    "vulkan": _lower_executorch,
+    "xnnpack": _lower_xnnpack,
+    "vulkan": _lower_vulkan,
 }
 """What writes the files of a plan."""

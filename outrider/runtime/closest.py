@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 
 from outrider.contracts import Graph
-from outrider.errors import BackendError, MissingExtraError
+from outrider.errors import BackendError, BundleError, MissingExtraError
 from outrider.manifest import GraphEntry, Via
 from outrider.runtime.backends import BACKENDS, RoleOptions, open_npu, why_passed_over
 
@@ -70,9 +71,13 @@ def open_evaluator(directory: str | os.PathLike[str], entry: GraphEntry, threads
 
 def _reference_of(entry: GraphEntry) -> GraphEntry | None:
     """The entry of the CPU lowering that stands for a graph whose delegate does not run here."""
-    name = entry.options.get("reference")
-    if name is None:
+    if entry.options.get("reference") is None:
         return None
+    name = (PurePosixPath(entry.path).parent / entry.options["reference"]).as_posix()
+    if name not in entry.files:
+        raise BundleError(
+            f"{name!r} is named by the graph but absent from its files; export the bundle again"
+        )
     options = {**entry.options, "delegate": "xnnpack"}
     files = {name: entry.files[name], **entry.files}
     return replace(entry, unit="cpu", files=files, options=options)
