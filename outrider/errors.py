@@ -11,6 +11,7 @@
     ├── BundleError             a bundle or its manifest is damaged or of another version
     ├── TraceError              a trace is damaged, of another version, or cannot be written
     ├── BackendError            a library cannot run a graph here
+    ├── DeviceError             a phone cannot be reached, or does not take what is copied to it
     └── ContextError            a prompt or a generation does not fit the context
 
 A message says what happened, the value seen, and what to do.
@@ -23,6 +24,7 @@ __all__ = [
     "BundleError",
     "CheckpointError",
     "ContextError",
+    "DeviceError",
     "ExportError",
     "FetchError",
     "MissingExtraError",
@@ -85,6 +87,10 @@ class TraceError(OutriderError):
 
 class BackendError(OutriderError):
     """A library cannot load or run a graph on this machine."""
+
+
+class DeviceError(OutriderError):
+    """A phone cannot be reached, refuses, or has no room for what is copied to it."""
 
 
 class ContextError(OutriderError, ValueError):

@@ -21,6 +21,7 @@ SECTIONS = {
         "fetch": "Download a model of the catalog and check it; list the catalog.",
         "export": "Turn a checkpoint, or a pair of them, into a bundle.",
         "check": "Prove a bundle: hashes, tokenizer, logits, row independence, text.",
+        "push": "Copy a bundle to an Android phone, and prove every file there.",
     },
     "Use it": {
         "generate": "Complete a prompt with a bundle.",
@@ -55,6 +56,18 @@ class LazyGroup(click.Group):
         command = importlib.import_module(f"outrider.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the subcommand; an error that names a parameter of the library names the option instead."""
+        try:
+            return super().invoke(ctx)
+        except OutriderError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if command is not None and len(error.args) == 1:
+                from outrider.cli.messages import in_options
+
+                error.args = (in_options(str(error), command),)
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands by what they are for, without importing them."""
