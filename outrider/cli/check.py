@@ -11,7 +11,9 @@ from outrider.cli.options import ProgressBar, bundle_argument, json_option, prin
 from outrider.contracts import as_json
 
 if TYPE_CHECKING:
+    from outrider.quantize.quality import GraphQuality
     from outrider.runtime.check import Check
+    from outrider.runtime.check_graph import GraphCheck
 
 __all__ = ["command", "describe"]
 
@@ -29,17 +31,32 @@ __all__ = ["command", "describe"]
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Run each graph on this many threads (default: all cores)."
 )
+@click.option(
+    "--quick", is_flag=True, help="Run a few steps only of graphs whose unit is emulated here, which is slow."
+)
+@click.option(
+    "--target-unit",
+    type=click.Choice(["cpu", "gpu", "npu"]),
+    help="Compare texts of the target on this unit.",
+)
+@click.option(
+    "--draft-unit",
+    type=click.Choice(["cpu", "gpu", "npu"]),
+    help="Compare texts with the draft on this unit.",
+)
 @json_option
 @click.pass_context
-def command(
-    ctx: click.Context, bundle: Path, max_tokens: int, threads: int | None, as_json_text: bool
-) -> None:
-    """Prove a bundle: hashes, tokenizer, logits of each graph, row independence, and the pair's greedy text."""
+def command(ctx: click.Context, bundle: Path, as_json_text: bool, **options: Any) -> None:
+    """Prove a bundle: hashes, tokenizer, logits of each graph, row independence, and the pair's greedy text.
+
+    Every graph is run the closest way there is here: as it is, on an emulator of its unit, or as the same program
+    lowered for the CPU; the report says which.
+    """
     from outrider.runtime.check import check_bundle
 
     bar = ProgressBar()
     try:
-        result = check_bundle(bundle, max_tokens=max_tokens, threads=threads, progress=bar)
+        result = check_bundle(bundle, progress=bar, **_given(options))
     finally:
         bar.close()
     if as_json_text:
@@ -49,32 +66,71 @@ def command(
     ctx.exit(0 if result.ok else 1)
 
 
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without the units that were left to the bundle."""
+    return {name: value for name, value in options.items() if value is not None or name == "threads"}
+
+
 def describe(result: Check) -> str:
     """The verdict as text."""
     lines = [str(placed) for placed in result.placement]
     for graph in result.graphs:
-        done = f"executed {graph.via}" if graph.executed_artifact else "NOT executed"
-        lines.append(f"{graph.role}: {done} by {graph.backend} on {graph.unit}, {graph.profile}")
-        if graph.executed_artifact and not graph.evaluated:
-            lines.append("  not evaluated: the bundle holds no logits of the float reference")
-        if graph.kl is not None:
-            lines.append(
-                f"  against the float reference: KL {graph.kl:.4f} nats, top-1 agreement "
-                f"{graph.top1_agreement:.2f}, largest error {graph.max_abs_error:.3f} logits"
-            )
-        rows = graph.row_independence
-        if rows is not None:
-            lines.append(f"  a row moves by {rows.suffix:.1e} logits with later rows, {_width(rows.width)}")
-        if graph.acceptance is not None:
-            lines.append(f"  acceptance in the texts below: {graph.acceptance:.2f}")
+        lines += _graph_lines(graph)
     lines += [f"greedy text with {text.drafter} k={text.k}: {_same(text)}" for text in result.texts]
     lines += [f"PROBLEM {problem}" for problem in result.problems]
     return "\n".join([*lines, _verdict(result)])
 
 
+HOW = {
+    "artifact": "executed as it is",
+    "emulator": "executed on an EMULATED unit",
+    "evaluator": "executed by the evaluator, not on its unit",
+    "reference-lowering": "NOT executed itself; the same model lowered for this CPU was",
+}
+
+
+def _graph_lines(graph: GraphCheck) -> list[str]:
+    """How a graph was proven, and what was found."""
+    done = HOW[graph.via] if graph.via else "NOT executed"
+    name = f"{graph.role}: {graph.path}, {graph.recipe}, {graph.backend} on {graph.unit}, {graph.profile}"
+    lines = [f"{name}: {done}" + (f" ({graph.note})" if graph.note else "")]
+    if graph.via and not graph.evaluated:
+        lines.append("  not evaluated: the bundle holds no logits of the float reference")
+    if graph.kl is not None:
+        lines.append(
+            f"  against the float reference: KL {graph.kl:.4f} nats, top-1 agreement "
+            f"{graph.top1_agreement:.2f}, largest error {graph.max_abs_error:.3f} logits"
+        )
+    if graph.quality is not None:
+        lines.append(f"  {_quality(graph.quality)}")
+    rows = graph.row_independence
+    if rows is not None:
+        lines.append(f"  a row moves by {rows.suffix:.1e} logits with later rows, {_width(rows.width)}")
+    if graph.acceptance is not None:
+        lines.append(f"  acceptance in the texts below: {graph.acceptance:.2f}")
+    return lines
+
+
+def _quality(quality: GraphQuality) -> str:
+    """The sample of the target's own text, in a line."""
+    text = f"on {quality.positions} positions of the target's own text: KL {quality.kl:.4f}, "
+    if quality.top1_agreement_clear is not None:
+        text += f"top-1 {quality.top1_agreement_clear:.3f} where it is clear ({quality.clear}), "
+    if quality.sum_min_pq is not None:
+        text += (
+            f"Σ min(p, q) {quality.sum_min_pq:.3f} (float draft {quality.sum_min_pq_float:.3f}), greedy match "
+            f"{quality.greedy_match:.2f} ({quality.greedy_match_float:.2f}), "
+        )
+    return text.removesuffix(", ")
+
+
 def _verdict(result: Check) -> str:
     if not result.ok:
         return "NOT ok"
+    absent = [graph for graph in result.graphs if graph.via is None]
+    if absent:
+        names = ", ".join(f"{graph.role} {graph.path} ({graph.unit})" for graph in absent)
+        return f"ok, but not executed here, so not proven here: {names}"
     if result.evaluated:
         return "ok"
     return (

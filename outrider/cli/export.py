@@ -197,6 +197,10 @@ def describe(report: ExportReport) -> str:
         if role == "machine":
             lines.append(f"\nmeasured on {quality}")
             continue
+        if role == "graphs":
+            lines += ["\ngraphs beside their float reference, on the target's own text:"]
+            lines += [f"  {name}: {_proof(record)}" for name, record in quality.items()]
+            continue
         lines.append(f"\n{role} against its float reference:" if role != "pair" else "\npair:")
         lines += [f"  {name:32} {_number(value)}" for name, value in quality.items()]
     return "\n".join(lines)
@@ -205,6 +209,27 @@ def describe(report: ExportReport) -> str:
 def _notes(notes: Mapping[str, Any]) -> list[str]:
     """What a lowering has to say beside the weights; counts of operators are for the manifest's readers only."""
     return [f"  {name}: {value}" for name, value in notes.items() if name != "operators"]
+
+
+def _proof(record: Mapping[str, Any]) -> str:
+    """What was found about one graph, in a line."""
+    parts = [str(record["via"] or "NOT executed")]
+    if record.get("positions"):
+        parts.append(f"{record['positions']} positions, KL {record['kl']:.4f}")
+        if "top1_agreement_clear" in record:
+            parts.append(f"top-1 {record['top1_agreement_clear']:.3f} where clear ({record['clear']})")
+        if "sum_min_pq" in record:
+            parts.append(f"Σ min(p, q) {record['sum_min_pq']:.3f} (float {record['sum_min_pq_float']:.3f})")
+    parts += [record["note"]] if "note" in record else []
+    if not record["passed"]:
+        parts.append(f"BELOW its gate, allowed by --allow-quality: {'; '.join(record['below'])}")
+    text = "; ".join(parts)
+    evaluated = record.get("evaluator")
+    return text if evaluated is None else f"{text}\n    by the evaluator: {_proof(_as_proof(evaluated))}"
+
+
+def _as_proof(figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {"via": "CPU kernels", "passed": True, **figures}
 
 
 def slot_table(slots: Sequence[SlotReport]) -> list[str]:

@@ -36,7 +36,7 @@ OWN_TOKENS = 512
 SEGMENT = 1024  # tokens in one teacher-forced sequence
 PROBE_TOKENS, PROBE_ROWS = 48, 4
 SAMPLE_PROMPT = "The lighthouse keeper"
-SAMPLE_TOKENS = 40
+SAMPLE_PREFIX, SAMPLE_TOKENS = 4, 40  # few tokens of the prompt: an emulator needs seconds for each
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number, and explain it.",
@@ -140,7 +140,7 @@ def _own_texts(pipeline: Pipeline, longest: int) -> OwnTexts:
         ids = _prompt_ids(pipeline, prompt)[: longest // 4]
         texts.append(_continued(pipeline, ids, budget))
         skips.append(len(ids) - 1)  # the prompt's last row predicts the first token of the answer
-    begin = pipeline.tokenizer.encode(SAMPLE_PROMPT)[: longest // 4]
+    begin = pipeline.tokenizer.encode(SAMPLE_PROMPT)[:SAMPLE_PREFIX]
     sample = _continued(pipeline, begin, min(SAMPLE_TOKENS, longest) - len(begin))
     return OwnTexts(texts, skips, sample, len(begin) - 1)
 

@@ -58,6 +58,12 @@ def why_passed_over(role: str, graph: GraphEntry, options: RoleOptions) -> str |
         reason = _unlike_providers(graph, options.providers[0])
         if reason is not None:
             return reason
+    elif graph.options.get("providers") and graph.backend == "onnxruntime":
+        import onnxruntime
+
+        wanted, there = graph.options["providers"][0], onnxruntime.get_available_providers()
+        if wanted not in there:
+            return f"this ONNX Runtime has no {wanted}, only {', '.join(there)}"
     if graph.options.get("delegate") == "vulkan":
         return "its Vulkan delegate is in ExecuTorch's Android library only; no Python package has it"
     if graph.unit == "npu" and options.unit is None and not may_have_hexagon():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from outrider.contracts import Graph
-from outrider.errors import BackendError, BundleError, MissingExtraError
+from outrider.errors import BackendError, BundleError
 from outrider.manifest import GraphEntry, Via
 from outrider.runtime.backends import BACKENDS, RoleOptions, open_npu, why_passed_over
 
@@ -53,14 +53,11 @@ def open_closest(
         return Opened(graph, "reference-lowering", False, note)
     options = RoleOptions(unit=entry.unit, threads=threads)
     reason = why_passed_over(role, entry, options)
+    if reason is not None and entry.options.get("providers"):
+        return _on_the_cpu(directory, entry, threads)
     if reason is not None:
         raise BackendError(reason)
-    try:
-        graph = BACKENDS[entry.backend](directory, entry, options)
-    except (BackendError, MissingExtraError):
-        if not entry.options.get("providers"):
-            raise
-        return _on_the_cpu(directory, entry, threads)
+    graph = BACKENDS[entry.backend](directory, entry, options)
     return Opened(graph, getattr(graph, "via", "artifact"), bool(getattr(graph, "executed_artifact", True)))
 
 
