@@ -6,12 +6,14 @@ import importlib.util
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.stats import chi2
 
+import outrider
 from outrider.contracts import Graph, Sampling
 from outrider.export.npu import export_npu
 from outrider.export.onnx import export_graph
@@ -137,6 +139,29 @@ def test_match_gives_the_seeded_plain_text_with_a_quantized_draft(
         request = Request(sampling, max_new_tokens=16, k=0)
         expected = text(plain, request)
         assert text(engine, replace(request, k=2 + seed)) == expected
+
+
+@emulated
+def test_a_bundle_for_a_snapdragon_drafts_on_the_emulated_npu_where_it_is_asked_for(
+    tmp_path: Path, tiny_models: dict[str, Path], export_tiny: Callable[..., Any]
+) -> None:
+    role = (tiny_models["target"], "fp32")
+    backends = ("onnxruntime", "qnn")
+    device = "snapdragon-8-gen3"
+    export_tiny(tmp_path / "bundle", role, role, device=device, backends=backends, evaluate=False)
+    options = {"max_tokens": 24, "ignore_eos": True}
+    for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
+        with outrider.load(tmp_path / "bundle", draft=False) as plain:
+            expected = plain.generate("the quick brown fox", sampling=sampling, k=0, **options)
+        with outrider.load(tmp_path / "bundle", draft_unit="npu") as pipeline:
+            target, draft = pipeline.placement
+            found = pipeline.generate(
+                "the quick brown fox", sampling=sampling, k=3, drafter="model", **options
+            )
+        assert (target.unit, draft.unit, draft.profile) == ("cpu", "npu", "split")
+        assert "emulator" in str(draft)
+        assert found.text == expected.text
+        assert found.stats.acceptance > 0.8
 
 
 def chances(model: Any, sampling: Sampling, length: int) -> np.ndarray:
