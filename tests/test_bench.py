@@ -115,6 +115,17 @@ def test_settings_are_interleaved_and_their_order_alternates(monkeypatch: pytest
     assert names == ["plain", "model k=2", "lookup k=4", "plain", "lookup k=4", "model k=2"]
 
 
+def test_a_single_sample_has_no_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: dict[Any, list[float | None]] = {"plain": [10.0], "model k=2": [20.0]}
+    found, _ = measure(monkeypatch, rates)
+    assert [row.tokens_per_s_sd for row in found] == [None, None]
+    assert "±" not in format_rows(found, "md")
+    assert json.loads(format_rows(found, "json"))[0]["tokens_per_s_sd"] is None
+    rates = {"plain": [10.0, 10.0], "model k=2": [20.0, 20.0]}
+    found, _ = measure(monkeypatch, rates, repeats=2)
+    assert "| 20.0 ± 0.0 |" in format_rows(found, "md")
+
+
 def test_a_text_that_differs_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     rates: dict[Any, list[float | None]] = {"plain": [10.0], "model k=2": [10.0]}
     found, _ = measure(monkeypatch, rates, texts={"model k=2": (1, 2)})

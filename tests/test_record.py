@@ -250,6 +250,16 @@ def test_an_older_trace_is_replaced_when_asked(run_main: Callable[..., Any], tmp
     assert read_telemetry(path).header["kind"] == "telemetry"
 
 
+def test_a_trace_is_not_written_into_a_file_called_dash(
+    run_main: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run_main("record", "-o", "-", "--seconds", "0.1")
+    assert code == 2
+    assert "- stands for standard output; name a file" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_record_as_json(run_main: Callable[..., Any], tmp_path: Path) -> None:
     code, out, _ = run_main("record", "-o", str(tmp_path / "t.jsonl"), "--seconds", "0.1", "--json")
     assert code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,6 +119,13 @@ def test_trap_20_k_stays_within_the_compiled_widths(widths):
     assert text(engine.decode(PROMPT, Request(max_new_tokens=40))) == plain()
     with pytest.raises(UsageError, match="widths"):
         engine.decode(PROMPT, Request(k=max(widths)))
+
+
+@pytest.mark.parametrize("k", [-1, 128, 999, "many", 2.5])
+def test_no_round_drafts_more_than_a_forward_should_verify(k: Any) -> None:
+    with pytest.raises(UsageError, match=f"k is {k!r}"):
+        Request(k=k)
+    assert Request(k=127).k == 127
 
 
 def test_the_prompt_is_run_in_chunks_with_progress():

@@ -57,6 +57,10 @@ def test_a_scenario_is_read_from_toml(tmp_path: Path) -> None:
             'device = "x"\nduration_s = 9.0\n[[events]]\nat_s = 5.0\n[[events]]\nat_s = 1.0',
             r"put them in order",
         ),
+        (
+            'device = "x"\nduration_s = 9.0\n[[events]]\nat_s = 5.0\n[[events]]\nat_s = 9.0',
+            r"an event is at 9 s, but duration_s is 9; it would never happen",
+        ),
         ("device = ", r"walk\.toml is not valid TOML"),
     ],
 )

@@ -51,6 +51,11 @@ def test_an_unknown_policy_lists_the_known(name: str) -> None:
         parse_rule(name)
 
 
+def test_a_policy_that_no_round_could_verify_is_refused() -> None:
+    with pytest.raises(UsageError, match="k is 999; a round verifies at most 127 drafted tokens"):
+        parse_rule("lookup k=999")
+
+
 def test_equal_arguments_give_equal_runs_and_another_seed_another() -> None:
     first, again = (run_policy(PHONE, "governed", TEXTS) for _ in range(2))
     assert first == again

@@ -14,9 +14,11 @@ from outrider.cli.options import (
     json_option,
     loading_options,
     open_pipeline,
+    overwrite_option,
     parse_k,
     prompt_options,
     prompts_from,
+    refuse_replacing,
 )
 from outrider.errors import UsageError
 
@@ -71,6 +73,7 @@ __all__ = ["command"]
 )
 @loading_options
 @governing_options
+@overwrite_option
 @json_option
 def command(bundle: Path, style: str, as_json_text: bool, **options: Any) -> None:
     """Measure BUNDLE: prefill, plain and speculative decoding.
@@ -85,6 +88,7 @@ def command(bundle: Path, style: str, as_json_text: bool, **options: Any) -> Non
     drafters, repeats = options.pop("drafters"), options.pop("repeats")
     tokens, prompt_tokens = options.pop("max_tokens"), options.pop("prompt_tokens")
     bar = ProgressBar()
+    refuse_replacing(options)
     with open_pipeline(bundle, options, governor=False) as pipeline:
         if style == "md":
             click.echo("\n".join(map(str, pipeline.placement)))

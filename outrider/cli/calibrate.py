@@ -14,7 +14,9 @@ from outrider.cli.options import (
     json_option,
     loading_options,
     open_pipeline,
+    overwrite_option,
     print_json,
+    refuse_existing,
 )
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ __all__ = ["command"]
     show_default=True,
     help="Measure the machine at rest for so many seconds, before and after.",
 )
+@overwrite_option
 @loading_options
 @json_option
 def command(
@@ -60,13 +63,14 @@ def command(
     output: Path | None,
     seconds: float,
     rest: float,
+    overwrite: bool,
     as_json_text: bool,
     **options: Any,
 ) -> None:
     """Measure this machine with BUNDLE: forwards by width, draft steps, memory, and energy where a meter is.
 
-    The profile goes below OUTRIDER_HOME, where it wins over the shipped one of the same name; -o writes it
-    elsewhere. Leave the machine alone meanwhile.
+    The profile goes below OUTRIDER_HOME, where it takes the place of an earlier one and wins over the shipped
+    one of the same name; -o writes it elsewhere. Leave the machine alone meanwhile.
     """
     from outrider.errors import UsageError
     from outrider.runtime.profiling.calibrate import Plan, measured_profile
@@ -76,6 +80,8 @@ def command(
 
     if output is not None and output.suffix != ".toml":
         raise UsageError(f"the profile is TOML; name it {output.name}.toml instead of {output.name}")
+    if output is not None:
+        refuse_existing(output, overwrite)
     base = _base(device)
     bar = ProgressBar()
     with open_pipeline(bundle, options) as pipeline:

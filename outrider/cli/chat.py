@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ from outrider.cli.options import (
     governing_options,
     loading_options,
     open_pipeline,
+    overwrite_option,
     parse_k,
+    refuse_replacing,
     sampling_from,
 )
 
@@ -30,19 +33,26 @@ __all__ = ["command"]
 @decoding_options
 @loading_options
 @governing_options
+@overwrite_option
 def command(bundle: Path, system: str | None, **options: Any) -> None:
     """Talk to BUNDLE. An empty line or Ctrl-D ends; Ctrl-C stops the answer, not the conversation."""
     messages = [{"role": "system", "content": system}] if system else []
+    refuse_replacing(options)
+    wanted = {"sampling": sampling_from(options), "k": parse_k(options.pop("k"))}
     with open_pipeline(bundle, options) as pipeline:
-        request = {
-            "sampling": sampling_from(options),
-            "k": parse_k(options.pop("k")),
-            "drafter": options.pop("drafter"),
-            **options,
-        }
+        request = {**wanted, **options}
         while text := _ask():
             messages.append({"role": "user", "content": text})
             messages.append({"role": "assistant", "content": _answer(pipeline, messages, request)})
+            request["trace"] = _next_trace(options["trace"])
+
+
+def _next_trace(path: Path | None) -> Path | None:
+    """Where the next answer is traced: t.jsonl, t-2.jsonl, t-3.jsonl, never a file that is there."""
+    if path is None or not path.is_file():  # a device takes any number of traces
+        return path
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+    return next(name for name in names if not name.exists())
 
 
 def _ask() -> str:

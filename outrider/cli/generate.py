@@ -15,8 +15,10 @@ from outrider.cli.options import (
     json_option,
     loading_options,
     open_pipeline,
+    overwrite_option,
     parse_k,
     print_json,
+    refuse_replacing,
     sampling_from,
 )
 from outrider.errors import UsageError
@@ -43,6 +45,7 @@ LEAST_PAUSE_S = 0.05  # in all, below which it would print as 0.0
 @decoding_options
 @loading_options
 @governing_options
+@overwrite_option
 @json_option
 def command(bundle: Path, as_json_text: bool, **options: Any) -> None:
     """Complete a prompt with BUNDLE. The text is the target's own, whatever drafts."""
@@ -50,13 +53,10 @@ def command(bundle: Path, as_json_text: bool, **options: Any) -> None:
     as_chat = options.pop("as_chat")
     if options["logprobs"] is not None and not as_json_text:
         raise UsageError("--logprobs are printed by --json only; give both")
+    refuse_replacing(options)
+    wanted = {"sampling": sampling_from(options), "k": parse_k(options.pop("k"))}
     with open_pipeline(bundle, options) as pipeline:
-        request = {
-            "sampling": sampling_from(options),
-            "k": parse_k(options.pop("k")),
-            "drafter": options.pop("drafter"),
-            **options,
-        }
+        request = {**wanted, **options}
         content: Any = [{"role": "user", "content": prompt}] if as_chat else prompt
         if as_json_text:
             result = (pipeline.chat if as_chat else pipeline.generate)(content, **request)

@@ -37,6 +37,7 @@ __all__ = [
     "prompts_from",
     "refuse_existing",
     "refuse_loading",
+    "refuse_replacing",
     "sampling_from",
 ]
 
@@ -64,13 +65,21 @@ def existing_bundle(ctx: click.Context, parameter: click.Parameter, path: Path |
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path), callback=existing_bundle)
 json_option = click.option("--json", "as_json_text", is_flag=True, help="Print JSON instead of text.")
-overwrite_option = click.option("--overwrite", is_flag=True, help="Replace results that are there already.")
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace files that are there already.")
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
     """Refuse to replace a file unless --overwrite is given; a device such as /dev/null holds nothing to lose."""
     if not overwrite and path.is_file():
         raise UsageError(f"{path} exists already; choose another name, or give --overwrite")
+
+
+def refuse_replacing(options: dict[str, Any]) -> None:
+    """The same for --trace and --governor-log; --overwrite is taken out of `options`."""
+    overwrite = options.pop("overwrite")
+    for name in ("trace", "governor_log"):
+        if options.get(name) is not None:
+            refuse_existing(options[name], overwrite)
 
 
 _LOADING = [
@@ -238,7 +247,9 @@ _DECODING = [
     ),
     click.option("--stop", multiple=True, help="Stop before this text; may be given several times."),
     click.option(
-        "--trace", type=click.Path(path_type=Path), help="Write every decision of the decoding to this file."
+        "--trace",
+        type=click.Path(path_type=Path),
+        help="Write every decision of the decoding to this file; a chat's second answer to FILE-2, and so on.",
     ),
 ]
 
@@ -356,9 +367,12 @@ def parse_k(text: str) -> int | str:
     """`auto` or a whole number from 0."""
     if text == "auto":
         return text
-    if text.isdecimal():
-        return int(text)
-    raise UsageError(f"k is {text!r}; expected auto or a whole number from 0")
+    if not text.isdecimal():
+        raise UsageError(f"k is {text!r}; expected auto or a whole number from 0")
+    from outrider.runtime.rounds import refuse_k
+
+    refuse_k(int(text))
+    return int(text)
 
 
 def print_json(record: Any) -> None:

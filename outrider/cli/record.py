@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outrider.cli.options import FiniteRange, json_option, overwrite_option, print_json, refuse_existing
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, UsageError
 
 if TYPE_CHECKING:
     from outrider.power.recorder import Recorded
@@ -68,6 +68,8 @@ def command(
     from outrider.power.monitor import Monitor
     from outrider.power.recorder import record
 
+    if str(output) == "-":
+        raise UsageError("a trace is written to a file, and - stands for standard output; name a file")
     refuse_existing(output, overwrite)
     sensors = sensors_of(adb)
     if not sensors:

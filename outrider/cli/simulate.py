@@ -16,7 +16,9 @@ from outrider.cli.options import (
     loading_from,
     loading_options,
     open_pipeline,
+    overwrite_option,
     print_json,
+    refuse_existing,
     refuse_loading,
 )
 from outrider.errors import OutriderError, UsageError
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from outrider.targets.trace_model import TraceText
 
 __all__ = ["command"]
+
+FILE = "simulation.json"
 
 
 @click.command(name="simulate")
@@ -67,6 +71,7 @@ __all__ = ["command"]
     type=click.Path(path_type=Path),
     help="Write simulation.json, with a timeline of every run, into this folder.",
 )
+@overwrite_option
 @loading_options
 @json_option
 def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
@@ -80,7 +85,9 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
     from outrider.targets.scenario import load_scenario
 
     scenario = load_scenario(options.pop("scenario"))
-    name, output = options.pop("device"), options.pop("output")
+    name, output, overwrite = (options.pop(option) for option in ("device", "output", "overwrite"))
+    if output is not None:
+        refuse_existing(output / FILE, overwrite)
     device = load_device(name) if name else None
     policies = [part.strip() for part in options.pop("policies").split(",") if part.strip()]
     if not policies:
@@ -161,7 +168,7 @@ def _write(folder: Path, scenario: Scenario, runs: Sequence[PolicyRun], partial:
         "scenario": as_json(scenario),
         "runs": [run.to_dict() for run in runs],
     }
-    path = folder / "simulation.json"
+    path = folder / FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with replaced(path) as stream:

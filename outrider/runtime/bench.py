@@ -61,7 +61,7 @@ class BenchRow:
     acceptance: float | None
     tokens_per_round: float | None
     tokens_per_s: float
-    tokens_per_s_sd: float
+    tokens_per_s_sd: float | None  # None: of a single sample there is none
     speedup: float | None
     energy_j_per_token: float | None = None
     identical_text: bool | None = None  # the same tokens as the plain run of the same prompts
@@ -100,7 +100,7 @@ def bench_prefill(pipeline: Pipeline, tokens: int, repeats: int) -> BenchRow:
         pipeline.reset()
         rates.append(pipeline.generate(ids, max_tokens=1, k=0).stats.prompt_tokens_per_s or 0.0)
     rates = rates[1:]  # the first warms up
-    spread = statistics.stdev(rates) if len(rates) > 1 else 0.0
+    spread = statistics.stdev(rates) if len(rates) > 1 else None
     return BenchRow(
         f"pp{tokens}", "prompt", None, "0", repeats, None, None, statistics.fmean(rates), spread, None
     )
@@ -297,7 +297,7 @@ def _row(category: str, setting: Setting, cell: _Samples) -> BenchRow:
         acceptance=cell.accepted / cell.evaluated if cell.evaluated else None,
         tokens_per_round=cell.tokens / cell.rounds if cell.rounds else None,
         tokens_per_s=statistics.fmean(cell.rates),
-        tokens_per_s_sd=statistics.stdev(cell.rates) if len(cell.rates) > 1 else 0.0,
+        tokens_per_s_sd=statistics.stdev(cell.rates) if len(cell.rates) > 1 else None,
         speedup=1.0 if plain else statistics.median(cell.ratios) if cell.ratios else None,
         identical_text=None if plain else cell.identical,
         near_ties=cell.near_ties,
@@ -341,7 +341,7 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
             str(row.n),
             "-" if row.acceptance is None else f"{row.acceptance:.2f}",
             "-" if row.tokens_per_round is None else f"{row.tokens_per_round:.2f}",
-            f"{row.tokens_per_s:.1f} ± {row.tokens_per_s_sd:.1f}",
+            _mean(row),
             "-" if row.speedup is None else f"{row.speedup:.2f}",
             _same_text(row),
         ]
@@ -354,6 +354,11 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
     ]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _mean(row: BenchRow) -> str:
+    spread = "" if row.tokens_per_s_sd is None else f" ± {row.tokens_per_s_sd:.1f}"
+    return f"{row.tokens_per_s:.1f}{spread}"
 
 
 def _same_text(row: BenchRow) -> str:

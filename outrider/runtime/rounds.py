@@ -38,11 +38,12 @@ from outrider.runtime.stats import Stats
 from outrider.runtime.uniforms import draft_generator
 from outrider.runtime.verify import Decision, depths, tree_mask, walk
 
-__all__ = ["Engine", "FinishReason", "Request", "Round"]
+__all__ = ["Engine", "FinishReason", "Request", "Round", "refuse_k"]
 
 FinishReason = Literal["stop", "length"]
 Progress = Callable[[int, int], None]
 
+MOST_K = 127  # drafted tokens in one verify of 128; a longer guess never pays, and is a slip of the finger
 LONG_BACKLOG = 8  # tokens that a model has not seen, from which on running them is no usual round
 
 _NO_TOKENS = np.empty(0, np.int64)
@@ -53,6 +54,16 @@ def _backlog(drafter: Drafter, context: Context) -> int:
     """Tokens that a drafter must run before it can propose; 0 when it keeps no such state."""
     ask = getattr(drafter, "backlog", None)
     return int(ask(context)) if ask is not None else 0
+
+
+def refuse_k(k: int) -> None:
+    """Raise UsageError for a k that is no draft length, or more than any round should verify."""
+    if not isinstance(k, int) or k < 0:
+        raise UsageError(f"k is {k!r}; it must be a number >= 0 or 'auto'")
+    if k > MOST_K:
+        raise UsageError(
+            f"k is {k}; a round verifies at most {MOST_K} drafted tokens, so k can be at most that"
+        )
 
 
 @dataclass(frozen=True)
@@ -74,8 +85,8 @@ class Request:
 
     def __post_init__(self) -> None:
         """Refuse values outside their range, naming the option and the value seen."""
-        if self.k != "auto" and (not isinstance(self.k, int) or self.k < 0):
-            raise UsageError(f"k is {self.k!r}; it must be a number >= 0 or 'auto'")
+        if self.k != "auto":
+            refuse_k(self.k)
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
         if self.logprobs is not None and self.logprobs < 0:

@@ -105,6 +105,12 @@ class Scenario:
         times = [event.at_s for event in self.events]
         if times != sorted(times):
             raise UsageError(f"scenario {self.name}: events are at {times} s; put them in order of time")
+        late = [time_s for time_s in times if time_s >= self.duration_s]
+        if late:
+            raise UsageError(
+                f"scenario {self.name}: an event is at {late[0]:g} s, but duration_s is {self.duration_s:g}; it would"
+                " never happen"
+            )
 
     def category_at(self, time_s: float) -> str | None:
         """The kind of text that is asked for at a time since the start."""

@@ -20,7 +20,7 @@ from outrider.power.governor import Policy
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import Planner
 from outrider.runtime.profiling.rig import Rig, trace_rig
-from outrider.runtime.rounds import Engine, Request, Round
+from outrider.runtime.rounds import Engine, Request, Round, refuse_k
 from outrider.targets.device import Device, Figure, load_device
 from outrider.targets.model_cost import DRAFT_COST, TARGET_COST, ModelCost
 from outrider.targets.scenario import Scenario
@@ -75,6 +75,7 @@ def parse_rule(text: str) -> Rule:
     if len(words) == 1 and words[0] in named and (paced or words == ["plain"]):
         return replace(named[words[0]], paced=paced and words != ["auto"])
     if words and len(words) <= 2 and words[-1].startswith("k=") and words[-1][2:].isdecimal():
+        refuse_k(int(words[-1][2:]))
         return Rule(int(words[-1][2:]), words[0] if len(words) == 2 else None, paced)
     raise UsageError(
         f"unknown policy {text!r}; known: plain, governed, auto (ungoverned), k=N, DRAFTER k=N,"
