@@ -21,7 +21,14 @@ from outrider.export.lowered import Lowered
 from outrider.export.npu_calibrate import calibrate_ranges
 from outrider.export.npu_embedding import write_embedding
 from outrider.export.npu_graph import NpuGraph, lay_out, row_count
-from outrider.export.npu_qdq import DataStore, Scale, choose_scales, store_weights, write_quantized
+from outrider.export.npu_qdq import (
+    DataStore,
+    Scale,
+    choose_scales,
+    massive_slots,
+    store_weights,
+    write_quantized,
+)
 from outrider.export.onnx import check_request, graph_meta
 from outrider.export.rope import rope_frequencies
 from outrider.export.slots import SlotWeights, matrix_slots, slot_shape
@@ -62,10 +69,8 @@ def export_npu(
             config, weights, table, calibration, max_context=max_context, progress=report
         )
     ranges = {**ranges, **host_ranges(config, max_context, table.extremes())}
-    graphs = {
-        width: lay_out(config, weights, max_context=max_context, width=width, rows=row_count(width))
-        for width in sorted(widths)
-    }
+    massive = massive_slots(plan(config, weights, max_context, 1), ranges)
+    graphs = {width: plan(config, weights, max_context, width, massive) for width in sorted(widths)}
     first = next(iter(graphs.values()))
     scales, masked = choose_scales(first, ranges)
     moments = slot_moments(weights, recipe, calibration)
@@ -86,7 +91,16 @@ def export_npu(
         slots=reports,
         functions=functions,
         embedding_file=place / EMBEDDING,
+        notes={"massive": massive},
     )
+
+
+def plan(
+    config: ModelConfig, weights: SlotWeights, max_context: int, width: int, massive: Sequence[str] = ()
+) -> NpuGraph:
+    """The graph of a width as it ships."""
+    rows = row_count(width)
+    return lay_out(config, weights, max_context=max_context, width=width, rows=rows, massive=massive)
 
 
 def host_ranges(config: ModelConfig, max_context: int, embedding: tuple[float, float]) -> dict[str, Range]:

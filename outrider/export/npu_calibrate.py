@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from outrider.errors import UsageError
 from outrider.export.config import ModelConfig
 from outrider.export.npu_graph import NpuGraph, lay_out
-from outrider.export.npu_qdq import top_of, write_float
+from outrider.export.npu_qdq import size_of, top_of, write_float
 from outrider.export.rope import rope_tables
 from outrider.export.slots import SlotWeights
 from outrider.quantize.ranges import Range, activation_ranges
@@ -57,7 +57,11 @@ def calibrate_ranges(
         path = Path(folder) / "float.onnx"
         write_float(graph, weights, path)
         return activation_ranges(
-            path, feeds, watch=[*watch, *map(top_of, graph.masked)], memory_mb=1500, progress=progress
+            path,
+            feeds,
+            watch=[*watch, *map(top_of, graph.masked), *map(size_of, sorted(graph.sized))],
+            memory_mb=1500,
+            progress=progress,
         )
 
 

@@ -6,7 +6,7 @@ found at one width serve all. `npu_qdq.py` writes the graph with or without quan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -61,7 +61,8 @@ class NpuGraph:
     """Nodes in order, and what quantization must know about their tensors.
 
     `alike` joins tensors that must share a scale; `symmetric` ones are signed around zero; `fixed` ranges follow
-    from the operator; `floating` tensors stay in floating point, which the NPU holds in 16 bits. `masked` maps the input of every softmax to what its rows' largest values are taken from.
+    from the operator; `floating` tensors stay in floating point, which the NPU holds in 16 bits; weights among them
+    too. `masked` maps the input of every softmax to what its rows' largest values are taken from.
     """
 
     nodes: list[NpuNode] = field(default_factory=list)
@@ -74,6 +75,7 @@ class NpuGraph:
     symmetric: set[str] = field(default_factory=set)
     fixed: dict[str, tuple[float, float]] = field(default_factory=dict)
     floating: set[str] = field(default_factory=set)
+    sized: set[str] = field(default_factory=set)  # of which calibration takes the mean magnitude
     masked: dict[str, str] = field(default_factory=dict)  # softmax input -> scores before the mask
 
     def node(self, operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
@@ -143,15 +145,18 @@ def lay_out(
     width: int,
     rows: int,
     cache: int | None = None,
+    massive: Collection[str] = (),
 ) -> NpuGraph:
     """The graph of one static width: W = `width` tokens over a cache of M = `max_context` (or `cache`) rows.
 
     Inputs `x` [1, W, D], `rows` [R] int32, `mask_<kind>` [1, 1, W, M + W], `cos_<kind>`, `sin_<kind>`
     [1, 1, W, rotary/2], `past_key_<l>` [1, G, d, M], `past_value_<l>` [1, G, M, d]; outputs `logits` [1, R, V],
-    `present_key_<l>` [1, G, d, W], `present_value_<l>` [1, G, W, d].
+    `present_key_<l>` [1, G, d, W], `present_value_<l>` [1, G, W, d]. `massive` slots (of `down`) multiply in
+    floating point: see `npu_qdq.massive_slots`.
     """
     kinds = mask_kinds(config, max_context)
     builder = Layout(config, weights, kinds, cache or max_context, width, rows)
+    builder.massive = frozenset(massive)
     for step in trace_steps(config, max_context):
         builder.add(step)
     return builder.graph
@@ -166,6 +171,7 @@ class Layout:
         self.config, self.weights = config, weights
         self.M, self.W, self.R = M, W, R
         self.graph = NpuGraph()
+        self.massive: frozenset[str] = frozenset()
         self.known: dict[str, tuple[str, ...]] = {}  # coarse value -> tensors: several where a slot has parts
         self.kinds = kinds
         self.masks: dict[str, str] = {}  # mask input -> the mask of all heads of a group
@@ -265,6 +271,11 @@ class Layout:
             sizes = [("gate", N // 2, 1.0), ("up", N // 2, 1.0)]
         else:
             self._finish(step, self.product(x, WeightPart(slot, (0, N)), slot))
+            if part == "down":
+                self.graph.sized |= {x, slot}
+            if slot in self.massive:
+                tensors = (x, f"{x}.columns", f"{slot}.weight", f"{slot}.bias", f"{slot}.product", slot)
+                self.graph.floating.update(tensors)
             return
         tensors, start = [], 0
         for name, size, factor in sizes:

@@ -18,20 +18,31 @@ from numpy.typing import NDArray
 from outrider.errors import ExportError
 from outrider.export.npu_graph import NpuGraph, NpuNode, Value, WeightPart
 from outrider.export.slots import SlotWeights
-from outrider.quantize.channels import ChannelMatrix, pack_channels
+from outrider.quantize.channels import pack_channels
 from outrider.quantize.layout import pack_nibbles
 from outrider.quantize.npu_recipes import NpuRecipe
 from outrider.quantize.ranges import Range
 from outrider.quantize.report import SlotReport
 from outrider.quantize.schemes import RawBlocks
 
-__all__ = ["DataStore", "Scale", "choose_scales", "part_values", "top_of", "write_float", "write_quantized"]
+__all__ = [
+    "DataStore",
+    "Scale",
+    "choose_scales",
+    "massive_slots",
+    "part_values",
+    "size_of",
+    "top_of",
+    "write_float",
+    "write_quantized",
+]
 
 Ranges = Mapping[str, Range]
 Progress = Callable[[str, int, int], None]
 OPSET, IR_VERSION = 23, 11
 INLINE_BYTES = 256  # smaller tensors stay in the graph file
 HIDDEN = 20.0  # logits below a row's largest score at which exp is 0 in 16 bits, with room for error
+COARSE = 0.01  # a step that is so much of a tensor's mean magnitude is too coarse
 MARGIN = 1.05  # beyond the calibrated range, for texts that were not seen
 
 
@@ -99,6 +110,27 @@ def choose_scales(graph: NpuGraph, ranges: Ranges) -> tuple[dict[str, Scale], fl
         signed = any(name in graph.symmetric for name in names)
         scales.update(dict.fromkeys(names, Scale.of_range(low, high, signed)))
     return scales, -masked
+
+
+def massive_slots(graph: NpuGraph, ranges: Ranges) -> list[str]:
+    """The `down` products whose inputs or outputs are so far apart that 16-bit steps would drown the usual values.
+
+    A few layers write the huge values of an attention sink into the residual stream ("massive activations", Sun et
+    al. 2024): in SmolLM2-135M one of them has 24,900 where other tokens have 1.
+    """
+    found = []
+    for slot in (part.slot for part in graph.weights.values() if part.slot.endswith(".down")):
+        tensors = (slot, f"{slot.removesuffix('down')}gated")
+        steps = [(ranges[name].high - ranges[name].low) / 65535 for name in tensors]
+        usual = [ranges[size_of(name)].low for name in tensors]
+        if any(step > COARSE * size for step, size in zip(steps, usual, strict=True)):
+            found.append(slot)
+    return found
+
+
+def size_of(name: str) -> str:
+    """The tensor of a float graph that holds the mean magnitude of another."""
+    return f"{name}.size"
 
 
 def _wide(found: Range) -> tuple[float, float]:
@@ -204,6 +236,8 @@ def write_float(graph: NpuGraph, weights: SlotWeights, path: Path) -> None:
         for name in graph.masked:
             axes = writer.constant("axes.last", np.asarray([-1], np.int64))
             writer.emit("ReduceMax", [name, axes], top_of(name), keepdims=1)
+        for name in sorted(graph.sized):
+            writer.emit("ReduceMean", [writer.emit("Abs", [name], f"{name}.magnitude")], size_of(name))
         writer.save(path, lambda name: TensorProto.INT32 if name == "rows" else TensorProto.FLOAT)
 
 
@@ -240,6 +274,9 @@ def store_weights(
     reports, biases = [], {}
     for done, (slot, names) in enumerate(parts.items()):
         weight, bias = weights.matrix(slot), weights.bias(slot)
+        if f"{slot}.weight" in graph.floating:
+            reports.append(_store_half(slot, weight, bias, store, weights.raw(slot)))
+            continue
         packed = pack_channels(
             weight, recipe.bits_for(slot), recipe.method_for(slot), moment=moments.get(slot)
         )
@@ -254,25 +291,47 @@ def store_weights(
                     bias[rows] * np.float32(part.factor),
                     scales,
                 )
-        reports.append(_report(slot, weight, packed, weights.raw(slot)))
+        how = f"quantized per output channel ({packed.method})"
+        became = (f"int{packed.bits}-channel", packed.nbytes, packed.relative_error, how)
+        reports.append(_report(slot, weight, weights.raw(slot), became))
         if progress:
             progress(slot, done + 1, len(parts))
     return StoredWeights(tuple(reports), biases)
 
 
-def _report(
-    slot: str, weight: NDArray[np.float32], packed: ChannelMatrix, raw: Sequence[RawBlocks] | None
+def _store_half(
+    slot: str,
+    weight: NDArray[np.float32],
+    bias: NDArray[np.float32] | None,
+    store: DataStore,
+    raw: Sequence[RawBlocks] | None,
 ) -> SlotReport:
+    half = weight.astype(np.float16)
+    store.add(f"{slot}.weight", half[:, :, None, None])
+    if bias is not None:
+        store.add(f"{slot}.bias", bias.astype(np.float16))
+    lost = np.linalg.norm(weight - half.astype(np.float32)) / max(float(np.linalg.norm(weight)), 1e-30)
+    reason = "left in float16: an attention sink makes its values thousands of times larger than the others"
+    return _report(slot, weight, raw, ("fp16", half.nbytes, float(lost), reason))
+
+
+def _report(
+    slot: str,
+    weight: NDArray[np.float32],
+    raw: Sequence[RawBlocks] | None,
+    became: tuple[str, int, float, str],  # scheme, bytes, relative error, reason
+) -> SlotReport:
+    after, nbytes, error, reason = became
     return SlotReport(
         slot=slot,
-        shape=packed.codes.shape,
+        shape=(weight.shape[0], weight.shape[1]),
         before="+".join(dict.fromkeys(part.type_name for part in raw)) if raw else str(weight.dtype),
-        after=f"int{packed.bits}-channel",
+        after=after,
         bytes_before=sum(part.data.nbytes for part in raw) if raw else weight.nbytes,
-        bytes_after=packed.nbytes,
-        relative_error=packed.relative_error,
+        bytes_after=nbytes,
+        relative_error=error,
         carried=False,
-        reason=f"quantized per output channel ({packed.method})",
+        reason=reason,
     )
 
 
@@ -322,7 +381,9 @@ class QuantizedWriter(Writer):
         return name
 
     def weight(self, name: str) -> str:
-        """A dequantized weight [N, K, 1, 1]."""
+        """A weight [N, K, 1, 1] in float, from its integers or from half precision."""
+        if name in self.graph.floating:
+            return self.emit("Cast", [self.kept(name)], f"{name}.float", to=1)
         inputs = [self.kept(name + part) for part in ("", ".scales", ".zeros")]
         return self.emit("DequantizeLinear", inputs, f"{name}.dq", axis=0)
 
@@ -357,7 +418,7 @@ class QuantizedWriter(Writer):
 
     def argument(self, name: str, node: NpuNode) -> str:
         """What a node reads under this name."""
-        if name in self.graph.weights:
+        if name in self.graph.weights or (name.endswith(".bias") and name in self.graph.floating):
             return self.weight(name)
         if name in self.stored.biases:
             return self.bias(name, node.inputs[0])
