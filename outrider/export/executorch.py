@@ -19,11 +19,20 @@ from torch import Tensor, nn
 from outrider.errors import MissingExtraError, UsageError
 from outrider.export.config import ModelConfig
 from outrider.export.decoder import Decoder, Step
-from outrider.export.executorch_lower import BACKENDS, lower, quiet, vendor_partitioner
+from outrider.export.executorch_buffer import build_buffer_program
+from outrider.export.executorch_lower import (
+    BACKENDS,
+    lower,
+    quiet,
+    to_edge,
+    trace,
+    vendor_partitioner,
+    write_program,
+)
 from outrider.export.executorch_parts import ExecutorchPrimitives
 from outrider.export.lowered import Lowered
 from outrider.export.onnx import check_request, graph_meta, mask_kinds
-from outrider.export.rope import rope_tables, rotary_size
+from outrider.export.rope import rotary_size
 from outrider.export.slots import SlotWeights
 from outrider.quantize.executorch import ExecutorchRecipe, check_quantized
 
@@ -65,14 +74,9 @@ def export_pte(
             import torchao  # noqa: F401
         except ImportError as error:
             raise MissingExtraError("torchao", "executorch") from error
-        primitives = ExecutorchPrimitives(
-            weights, recipe, max_context if profile == "buffer" else None, stats, progress
-        )
-        if profile == "buffer":
-            programs, meta = _buffer_program(config, primitives, max_context, widths, hidden_layers)
-        else:
-            programs, meta = _split_programs(config, primitives, max_context, widths, hidden_layers)
-        report = lower(programs, backend, path, buffers=profile == "buffer")
+        primitives = ExecutorchPrimitives(weights, recipe, profile == "buffer", stats, progress)
+        build = _write_buffer if profile == "buffer" else _write_split
+        report, meta = build(path, config, primitives, backend, max_context, widths, hidden_layers)
     for method in report.values():
         taken = {"delegated": method["products"], "left": method["float_products"]}
         if backend == "xnnpack":
@@ -81,7 +85,7 @@ def export_pte(
         files=(path,),
         meta=meta | {"delegate": backend},
         slots=tuple(primitives.slots),
-        functions={name.removeprefix("forward_w"): name for name in programs} if profile == "split" else {},
+        functions={name.removeprefix("forward_w"): name for name in report} if profile == "split" else {},
         notes={"delegation": report},
     )
 
@@ -98,96 +102,13 @@ def _check(
         raise UsageError(f"profile is {profile!r}; known ExecuTorch profiles: {', '.join(PROFILES)}")
     if backend not in BACKENDS:
         vendor_partitioner(backend)
-    if profile == "buffer" and backend == "vulkan":
-        raise UsageError("the Vulkan delegate cannot update buffers in place; use the split profile")
+    if profile == "buffer" and backend != "xnnpack":
+        raise UsageError(f"the buffer profile is made of delegates for xnnpack; use split for {backend}")
     if profile == "buffer" and any(not 1 <= width <= max_context for width in widths):
         raise UsageError(f"widths are {tuple(widths)}; a buffer graph takes widths of 1 to {max_context}")
     check_request(
         config, "split", max_context, widths or ((1,) if profile == "buffer" else ()), hidden_layers
     )
-
-
-class BufferProgram(nn.Module):
-    """The decoder with flat inputs, over caches of its own."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        primitives: ExecutorchPrimitives,
-        max_context: int,
-        hidden_layers: Sequence[int],
-    ) -> None:
-        super().__init__()
-        self.kinds = mask_kinds(config, max_context)
-        self.masks = sorted(set(self.kinds.values()))
-        self.decoder = Decoder(config, primitives, hidden_layers)
-        for kind in sorted(self.kinds):
-            for name, table in zip(("cos", "sin"), whole_tables(config, kind, max_context), strict=True):
-                self.register_buffer(f"{name}_{kind}", table)
-
-    def forward(
-        self, tokens: Tensor, slots: Tensor, positions: Tensor, rows: Tensor, masks: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Logits [1, R, V] and hidden states [1, S, D]."""
-        rope = {kind: self.rope(kind, positions) for kind in sorted(self.kinds)}
-        flat = {name: mask.squeeze(0) for name, mask in zip(self.masks, masks, strict=True)}  # [1, S, M]
-        step = Step(rope, {kind: flat[name] for kind, name in self.kinds.items()}, [], {"slots": slots})
-        logits, hidden = self.decoder(tokens, rows, step)
-        return (logits, *hidden)
-
-    def rope(self, kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [S, 1, d] of these positions."""
-        cos, sin = getattr(self, f"cos_{kind}"), getattr(self, f"sin_{kind}")
-        return cos.index_select(0, positions).unsqueeze(1), sin.index_select(0, positions).unsqueeze(1)
-
-
-def whole_tables(config: ModelConfig, kind: str, max_context: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [M, 1, d] over every dimension of a head: both halves, then 1 and 0 for those that stay."""
-    cos, sin = (torch.from_numpy(table) for table in rope_tables(config, kind, max_context))
-    rest = torch.zeros(max_context, config.head_dim - rotary_size(config))
-    return torch.cat([cos, cos, rest + 1], dim=1), torch.cat([sin, sin, rest], dim=1)
-
-
-def _buffer_program(
-    config: ModelConfig,
-    primitives: ExecutorchPrimitives,
-    max_context: int,
-    widths: Sequence[int],
-    hidden_layers: Sequence[int],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    module = BufferProgram(config, primitives, max_context, hidden_layers).eval()
-    widest = max(widths) if widths else min(WIDEST, max_context)
-    S, R = (torch.export.Dim(name, min=1, max=widest) for name in ("width", "picked"))
-    width, rows = min(5, widest), min(3, widest)
-    arguments = (
-        torch.zeros(1, width, dtype=torch.int64),
-        torch.arange(width),
-        torch.arange(width),
-        torch.arange(rows),
-        [torch.zeros(1, 1, width, max_context) for _ in module.masks],
-    )
-    shapes = ({1: S}, {0: S}, {0: S}, {0: R}, [{2: S} for _ in module.masks])
-    names = ["tokens", "slots", "positions", "rows", *(f"mask_{name}" for name in module.masks)]
-    outputs = ["logits", *(f"hidden_{layer}" for layer in hidden_layers)]
-    meta = graph_meta(config, "split", max_context, range(1, widest + 1), hidden_layers)
-    meta |= {"profile": "buffer", "methods": {"forward": {"inputs": names, "outputs": outputs}}}
-    return {"forward": _trace(module, arguments, shapes)}, meta
-
-
-def _trace(module: nn.Module, arguments: tuple[Any, ...], shapes: Any) -> Any:
-    program = torch.export.export(
-        module,
-        arguments,
-        dynamic_shapes=shapes,
-        strict=False,
-        # Reshapes ask whether min(64, 128 S) S == 64 S, which holds for every S, but is not simplified.
-        prefer_deferred_runtime_asserts_over_guards=True,
-    )
-    for node in list(program.graph.nodes):
-        if node.op == "call_function" and "_assert" in str(node.target):
-            program.graph.erase_node(node)
-    program.graph.eliminate_dead_code()
-    return program
 
 
 class SplitProgram(nn.Module):
@@ -218,13 +139,48 @@ class SplitProgram(nn.Module):
         return (logits, *hidden, *(tensor for pair in step.present for tensor in pair))
 
 
-def _split_programs(
+Written = tuple[dict[str, Any], dict[str, Any]]  # delegation reports by method, meta
+
+
+def _write_buffer(
+    path: Path,
     config: ModelConfig,
     primitives: ExecutorchPrimitives,
+    backend: str,
     max_context: int,
     widths: Sequence[int],
     hidden_layers: Sequence[int],
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> Written:
+    limit = max(widths) if widths else min(WIDEST, max_context)
+    module, inside = build_buffer_program(config, primitives, max_context, limit, hidden_layers)
+    S, R = (torch.export.Dim(name, min=1, max=limit) for name in ("width", "picked"))
+    width, rows = min(5, limit), min(3, limit)
+    arguments = (
+        torch.zeros(1, width, dtype=torch.int64),
+        torch.arange(width),
+        torch.arange(width),
+        torch.arange(rows),
+        [torch.zeros(1, 1, width, max_context) for _ in module.masks],
+    )
+    shapes = ({1: S}, {0: S}, {0: S}, {0: R}, [{2: S} for _ in module.masks])
+    program = trace(module.eval(), arguments, shapes)
+    left = write_program(to_edge({"forward": program}, "portable"), path, buffers=True)
+    names = ["tokens", "slots", "positions", "rows", *(f"mask_{name}" for name in module.masks)]
+    outputs = ["logits", *(f"hidden_{layer}" for layer in hidden_layers)]
+    meta = graph_meta(config, "split", max_context, range(1, limit + 1), hidden_layers)
+    meta |= {"profile": "buffer", "methods": {"forward": {"inputs": names, "outputs": outputs}}}
+    return {"forward": inside | left["forward"]}, meta
+
+
+def _write_split(
+    path: Path,
+    config: ModelConfig,
+    primitives: ExecutorchPrimitives,
+    backend: str,
+    max_context: int,
+    widths: Sequence[int],
+    hidden_layers: Sequence[int],
+) -> Written:
     module = SplitProgram(config, primitives, max_context, hidden_layers).eval()
     kinds = sorted(module.kinds)
     kv = [f"{part}_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
@@ -239,7 +195,8 @@ def _split_programs(
             [torch.zeros(1, 1, width, max_context + width) for _ in module.masks],
             [torch.zeros(1, config.num_kv_heads, max_context, config.head_dim) for _ in kv],
         )
-        programs[f"forward_w{width}"] = torch.export.export(module, arguments, strict=False)
+        programs[f"forward_w{width}"] = trace(module, arguments)
+    report = lower(programs, backend, path)
     meta = graph_meta(config, "split", max_context, sorted(set(widths)), hidden_layers)
     names = {"inputs": inputs, "outputs": outputs}
-    return programs, meta | {"token_dtype": "int32", "methods": dict.fromkeys(programs, names)}
+    return report, meta | {"token_dtype": "int32", "methods": dict.fromkeys(programs, names)}

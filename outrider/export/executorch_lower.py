@@ -8,12 +8,23 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import ExportError, MissingExtraError, UsageError
+from outrider.errors import ExportError, UsageError
 
-__all__ = ["BACKENDS", "lower", "quiet", "vendor_partitioner"]
+__all__ = [
+    "BACKENDS",
+    "DelegateParts",
+    "delegate_of",
+    "lower",
+    "quiet",
+    "to_edge",
+    "trace",
+    "vendor_partitioner",
+    "write_program",
+]
 
 Program = Any  # torch.export.ExportedProgram
 
@@ -84,35 +95,66 @@ def quiet() -> Iterator[None]:
                 logging.getLogger(name).setLevel(level)
 
 
-def lower(programs: Mapping[str, Program], backend: str, path: Path, *, buffers: bool) -> dict[str, Any]:
-    """Write the methods to a .pte and say what became of their operators, by method.
+def trace(module: Any, arguments: tuple[Any, ...], shapes: Any = None) -> Program:
+    """The exported program of a module; `shapes` are torch.export's dynamic ones."""
+    import torch
 
-    `buffers`: the programs update mutable buffers, which must happen in place. Every report holds
-    `delegates`, `delegated` (operators in them), `products` (integer products in them), `left` (operator ->
-    how many run on no delegate) and `float_products` (integer weights that run in float, outside).
-    Raises ExportError when a whole cache would be copied, MissingExtraError without executorch.
-    """
-    try:
-        from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
-        from executorch.exir.passes import MemoryPlanningPass
-    except ImportError as error:
-        raise MissingExtraError("executorch", "executorch") from error
-    edge = to_edge_transform_and_lower(
+    program = torch.export.export(
+        module,
+        arguments,
+        dynamic_shapes=shapes,
+        strict=False,
+        # Reshapes ask whether min(64, 128 S) S == 64 S, which holds for every S, but is not simplified.
+        prefer_deferred_runtime_asserts_over_guards=True,
+    )
+    for node in list(program.graph.nodes):
+        if node.op == "call_function" and "_assert" in str(node.target):
+            program.graph.erase_node(node)
+    program.graph.eliminate_dead_code()
+    return program
+
+
+def to_edge(programs: Mapping[str, Program], backend: str) -> Any:
+    """Programs in ExecuTorch's edge dialect, lowered to the delegates of a backend."""
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+    return to_edge_transform_and_lower(
         dict(programs),
         partitioner=BACKENDS[backend](),
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
     )
-    inside = {name: _inside(edge.exported_program(name).graph_module) for name in programs}
-    plan = MemoryPlanningPass(alloc_graph_input=False)
+
+
+def lower(programs: Mapping[str, Program], backend: str, path: Path) -> dict[str, Any]:
+    """Write the methods to a .pte and say what became of their operators, by method.
+
+    Every report holds `delegates`, `delegated` (operators in them), `products` (integer products in them),
+    `left` (operator -> how many run on no delegate) and `float_products` (integer weights that run in float).
+    """
+    edge = to_edge(programs, backend)
+    inside = {name: inside_report(edge.exported_program(name).graph_module) for name in programs}
+    outside = write_program(edge, path, buffers=False)
+    return {name: inside[name] | outside[name] for name in programs}
+
+
+def write_program(edge: Any, path: Path, *, buffers: bool) -> dict[str, Any]:
+    """Plan the memory, write the .pte, and say what runs on no delegate, by method.
+
+    `buffers`: the programs update mutable buffers, which must happen in place. Raises ExportError when a
+    whole cache would be copied instead.
+    """
+    from executorch.exir import ExecutorchBackendConfig
+    from executorch.exir.passes import MemoryPlanningPass
+
     lowered = edge.to_executorch(
         ExecutorchBackendConfig(
             extract_delegate_segments=True,
-            memory_planning_pass=plan,
+            memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
             do_quant_fusion_and_const_prop=True,  # else an 8-bit embedding has no kernel
             run_reinplace_pass=buffers,  # else every cache is copied whole, twice a layer
         )
     )
-    report = {name: inside[name] | _outside(lowered.exported_program(name).graph_module) for name in programs}
+    report = {name: _outside(lowered.exported_program(name).graph_module) for name in lowered.methods}
     for name, method in report.items():
         if buffers and any(op.startswith("aten.copy_") for op in method["left"]):
             raise ExportError(
@@ -123,7 +165,66 @@ def lower(programs: Mapping[str, Program], backend: str, path: Path, *, buffers:
     return report
 
 
-def _inside(module: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class DelegateParts:
+    """The one delegate of a part: where its inputs come from, and its outputs as indices into the part's.
+
+    An input is an index into the part's inputs, or the name of a constant: XNNPACK owns the weights of
+    products, and takes what elementary operators read from outside. `scalars` are such constants that no
+    parameter of the part names. `shapes` are those of the delegate's outputs, None = the number of tokens.
+    """
+
+    lowered: Any
+    order: tuple[int | str, ...]
+    outputs: tuple[int, ...]
+    shapes: tuple[tuple[int | None, ...], ...]
+    scalars: dict[str, Any]
+    report: dict[str, Any]
+
+
+def delegate_of(program: Program) -> DelegateParts:
+    """Lower a part for XNNPACK. Raises ExportError unless one delegate takes all of it."""
+    from executorch.exir.lowered_backend_module import get_lowered_submodules
+
+    lowered_program = to_edge({"forward": program}, "xnnpack").exported_program()
+    module, signature = lowered_program.graph_module, lowered_program.graph_signature
+    delegates = get_lowered_submodules(module)
+    left = Counter(_name(node) for node in _operators(module.graph))
+    if len(delegates) != 1 or left:
+        raise ExportError(
+            f"XNNPACK took a part of the decoder in {len(delegates)} pieces and left {dict(left)}; "
+            "this version of executorch partitions otherwise than 1.5"
+        )
+    _, lowered, call = delegates[0]
+    inputs = list(signature.user_inputs)
+    named = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    named |= signature.inputs_to_lifted_tensor_constants
+    order = tuple(
+        inputs.index(node.name) if node.name in inputs else named[node.name] for node in call.args[1:]
+    )
+    values = {**lowered_program.constants, **lowered_program.state_dict}
+    known = {*program.state_dict}
+    return DelegateParts(
+        lowered=lowered,
+        order=order,
+        outputs=tuple(node.args[1] for node in module.graph.output_node().args[0]),
+        shapes=tuple(_sizes(value) for value in call.meta["val"]),
+        scalars={name: values[name] for name in order if isinstance(name, str) and name not in known},
+        report=inside_report(module),
+    )
+
+
+def _tensor() -> type:
+    import torch
+
+    return torch.Tensor
+
+
+def _sizes(value: Any) -> tuple[int | None, ...]:
+    return tuple(size if isinstance(size, int) else None for size in value.shape)
+
+
+def inside_report(module: Any) -> dict[str, Any]:
     """What the delegates of a program hold."""
     from executorch.exir.lowered_backend_module import get_lowered_submodules
 
@@ -149,10 +250,10 @@ SKIPPED = ("alloc", "executorch_call_delegate", "free", "view")  # memory plan a
 
 
 def _operators(graph: Any) -> list[Any]:
-    calls = [
-        node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem
-    ]
-    return [node for node in calls if getattr(node.target, "__name__", "") not in SKIPPED]
+    """What computes tensors; sizes and assertions about them cost nothing."""
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    calls = [node for node in calls if getattr(node.target, "__name__", "") not in SKIPPED]
+    return [node for node in calls if isinstance(node.meta.get("val"), (_tensor(), tuple, list))]
 
 
 def _name(node: Any) -> str:
