@@ -46,7 +46,7 @@ __all__ = ["command", "describe"]
 )
 @json_option
 @click.pass_context
-def command(ctx: click.Context, bundle: Path, as_json_text: bool, **options: Any) -> None:
+def command(ctx: click.Context, /, bundle: Path, as_json_text: bool, **options: Any) -> None:
     """Prove a bundle: hashes, tokenizer, logits of each graph, row independence, and the pair's greedy text.
 
     Every graph is run the closest way there is here: as it is, on an emulator of its unit, or as the same program
