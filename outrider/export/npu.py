@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.errors import ExportError, UsageError
+from outrider.errors import ExportError
 from outrider.export.calibrate import LayerMoments
 from outrider.export.config import ModelConfig
 from outrider.export.lowered import Lowered
@@ -27,12 +27,12 @@ from outrider.export.npu_qdq import (
     choose_scales,
     massive_slots,
     store_weights,
+    stream_scale,
     write_quantized,
 )
 from outrider.export.onnx import check_request, graph_meta
 from outrider.export.rope import rope_frequencies
 from outrider.export.slots import SlotWeights, matrix_slots, slot_shape
-from outrider.quantize.calibration import GPTQ_INPUTS
 from outrider.quantize.npu_recipes import NpuRecipe
 from outrider.quantize.ranges import Range
 
@@ -51,26 +51,49 @@ def export_npu(
     max_context: int,
     widths: Sequence[int] = (1, 2, 64),
     calibration: Sequence[Sequence[int]],
-    ranges: Mapping[str, Range] | None = None,
     progress: Progress | None = None,
 ) -> Lowered:
     """Write `w<width>.onnx`, their data file and the host's embedding table into the folder `place`.
 
-    `calibration` holds token ids of real prompts, which give every activation its range; `ranges` of an earlier
-    run can be passed instead. `progress(what, done, total)` is called as work goes on. Raises UsageError for what
-    cannot be exported, ExportError when a weight is left out.
+    `calibration` holds token ids of real prompts, which give every activation its range and every weight what it
+    reads. `progress(what, done, total)` is called as work goes on. Raises UsageError for what cannot be exported,
+    ExportError when a weight is left out.
     """
     check_request(config, "split", max_context, widths, ())
     place.mkdir(parents=True, exist_ok=True)
     table, embedding, embedding_report = write_embedding(config, weights, place / EMBEDDING)
-    if ranges is None:
-        report = (lambda part: progress("calibration", round(100 * part), 100)) if progress else None
-        ranges = calibrate_ranges(
-            config, weights, table, calibration, max_context=max_context, progress=report
+    report = (lambda part: progress("calibration", round(100 * part), 100)) if progress else None
+
+    def calibrated(stream: float) -> dict[str, Range]:
+        found = calibrate_ranges(
+            config,
+            weights,
+            table,
+            calibration,
+            max_context=max_context,
+            stream=stream,
+            progress=report,
         )
-    ranges = {**ranges, **host_ranges(config, max_context, table.extremes())}
-    massive = massive_slots(plan(config, weights, max_context, 1), ranges)
-    graphs = {width: plan(config, weights, max_context, width, massive) for width in sorted(widths)}
+        return {**found, **host_ranges(config, max_context, table.extremes())}
+
+    shape = lay_out(config, weights, max_context=max_context, width=1, rows=1)
+    ranges = calibrated(1.0)
+    stream = stream_scale(shape, ranges)
+    if stream != 1.0:
+        ranges = calibrated(stream)
+    massive = massive_slots(shape, ranges)
+    graphs = {
+        width: lay_out(
+            config,
+            weights,
+            max_context=max_context,
+            width=width,
+            rows=row_count(width),
+            massive=massive,
+            stream=stream,
+        )
+        for width in sorted(widths)
+    }
     first = next(iter(graphs.values()))
     scales, masked = choose_scales(first, ranges)
     moments = slot_moments(weights, recipe, calibration)
@@ -91,16 +114,8 @@ def export_npu(
         slots=reports,
         functions=functions,
         embedding_file=place / EMBEDDING,
-        notes={"massive": massive},
+        notes={"massive": massive, "stream": stream},
     )
-
-
-def plan(
-    config: ModelConfig, weights: SlotWeights, max_context: int, width: int, massive: Sequence[str] = ()
-) -> NpuGraph:
-    """The graph of a width as it ships."""
-    rows = row_count(width)
-    return lay_out(config, weights, max_context=max_context, width=width, rows=rows, massive=massive)
 
 
 def host_ranges(config: ModelConfig, max_context: int, embedding: tuple[float, float]) -> dict[str, Range]:
@@ -117,17 +132,8 @@ def slot_moments(
 ) -> Mapping[str, NDArray[np.float32]]:
     """Second moments of what each weight reads, computed a layer at a time as they are asked for."""
     config = weights.config
-    needed = {}
-    for slot in matrix_slots(config)[1:]:
-        whole = recipe.method_for(slot) == "gptq"
-        if whole and slot_shape(config, slot)[1] > GPTQ_INPUTS:
-            raise UsageError(
-                f"{slot} has {slot_shape(config, slot)[1]} inputs; error compensation takes {GPTQ_INPUTS} at most: "
-                "choose method mse or an 8-bit override"
-            )
-        needed[slot] = whole
-    if not any(needed.values()):
-        return {}  # unweighted search: no float pass over the text
+    methods = {slot: recipe.method_for(slot_shape(config, slot)[1]) for slot in matrix_slots(config)[1:]}
+    needed = {slot: method == "gptq" for slot, method in methods.items() if method != "rtn"}
     return LayerMoments(weights, needed, [np.asarray(ids, np.int64) for ids in sequences])
 
 

@@ -26,6 +26,7 @@ __all__ = ["MIN_TOKENS", "calibrate_ranges"]
 
 WIDTH = 256  # tokens of one calibration sequence
 MIN_TOKENS = 64
+MEMORY_MB = 1500  # of exposed tensors at a time
 MASKED = np.float32(-1e4)  # in float, nothing needs to be bounded
 Embed = Callable[[NDArray[np.int64]], NDArray[np.float32]]  # [S] -> [S, D]
 
@@ -37,6 +38,7 @@ def calibrate_ranges(
     sequences: Sequence[Sequence[int]],
     *,
     max_context: int,
+    stream: float = 1.0,
     progress: Callable[[float], None] | None = None,
 ) -> dict[str, Range]:
     """The range of every activation over real text, and of the largest score of each row before a softmax.
@@ -49,20 +51,20 @@ def calibrate_ranges(
             f"the calibration text has {tokens} tokens; ranges need at least {MIN_TOKENS}, better a few thousand"
         )
     width = min(WIDTH, max_context, max(len(sequence) for sequence in sequences))
-    graph = lay_out(config, weights, max_context=max_context, width=width, rows=width, cache=1)
+    graph = lay_out(config, weights, max_context=max_context, width=width, rows=width, cache=1, stream=stream)
     feeds = [calibration_inputs(config, graph, embed(ids), max_context) for ids in _chunks(sequences, width)]
-    known = graph.fixed.keys() | graph.vectors.keys() | graph.masked.keys()
-    watch = [name for name in graph.activations() if name not in known and not name.startswith("mask_")]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "float.onnx"
         write_float(graph, weights, path)
-        return activation_ranges(
-            path,
-            feeds,
-            watch=[*watch, *map(top_of, graph.masked), *map(size_of, sorted(graph.sized))],
-            memory_mb=1500,
-            progress=progress,
-        )
+        return activation_ranges(path, feeds, watch=_watched(graph), memory_mb=MEMORY_MB, progress=progress)
+
+
+def _watched(graph: NpuGraph) -> list[str]:
+    """Tensors whose range does not follow from the graph, and the row statistics that `write_float` adds."""
+    known = graph.fixed.keys() | graph.vectors.keys() | graph.masked.keys()
+    outputs = [node.output for node in graph.nodes if node.output not in known]
+    outputs = [name for name in outputs if not name.startswith("mask_")]
+    return [*outputs, *map(top_of, graph.masked), *map(size_of, sorted(graph.sized))]
 
 
 def _chunks(sequences: Sequence[Sequence[int]], width: int) -> list[NDArray[np.int64]]:

@@ -146,17 +146,20 @@ def lay_out(
     rows: int,
     cache: int | None = None,
     massive: Collection[str] = (),
+    stream: float = 1.0,
 ) -> NpuGraph:
     """The graph of one static width: W = `width` tokens over a cache of M = `max_context` (or `cache`) rows.
 
     Inputs `x` [1, W, D], `rows` [R] int32, `mask_<kind>` [1, 1, W, M + W], `cos_<kind>`, `sin_<kind>`
     [1, 1, W, rotary/2], `past_key_<l>` [1, G, d, M], `past_value_<l>` [1, G, M, d]; outputs `logits` [1, R, V],
     `present_key_<l>` [1, G, d, W], `present_value_<l>` [1, G, W, d]. `massive` slots (of `down`) multiply in
-    floating point: see `npu_qdq.massive_slots`.
+    floating point: see `npu_qdq.massive_slots`. `stream` shrinks the residual stream, which norms undo, where it
+    would leave the range of half precision.
     """
     kinds = mask_kinds(config, max_context)
     builder = Layout(config, weights, kinds, cache or max_context, width, rows)
-    builder.massive = frozenset(massive)
+    builder.massive, builder.stream = frozenset(massive), stream
+    builder.declare()
     for step in trace_steps(config, max_context):
         builder.add(step)
     return builder.graph
@@ -177,7 +180,7 @@ class Layout:
         self.masks: dict[str, str] = {}  # mask input -> the mask of all heads of a group
         self.counts: dict[str, int] = {}
         self.laid: set[str] = set()  # what products read, channels first
-        self.declare()
+        self.stream = 1.0
 
     def declare(self) -> None:
         """The graph's inputs."""
@@ -219,6 +222,8 @@ class Layout:
         """Elementwise arithmetic of the decoder itself: the residual stream, and the cap on logits."""
         names = {"Add": "residual", "Div": "capped.quotient", "Tanh": "capped.tanh", "Mul": "capped"}
         inputs = [self.value(name) for name in step.inputs]
+        if step.operator == "Add" and "x.rows" in inputs and self.stream != 1.0:
+            inputs[inputs.index("x.rows")] = self.shrunk("x.rows")
         output = self.fresh(names[step.operator])
         self.graph.node(step.operator, inputs, output)
         if step.operator == "Add":
@@ -226,6 +231,17 @@ class Layout:
         if step.operator == "Tanh":
             self.graph.fixed[output] = (-1.0, 1.0)
         self._finish(step, output)
+
+    def shrunk(self, x: str) -> str:
+        """The rows from the host on the scale of the residual stream."""
+        self.graph.vectors["stream"] = np.full(1, self.stream, np.float32)
+        self.graph.floating |= {"stream", f"{x}.shrunk"}
+        return self.graph.node("Mul", [x, "stream"], f"{x}.shrunk")
+
+    def update_factor(self, part: str) -> float:
+        """What the outputs of a product or norm are multiplied with: those that enter the residual stream."""
+        last = ("attn_post_norm", "mlp_post_norm") if self.config.sandwich_norms else ("attn_out", "down")
+        return self.stream if part in last else 1.0
 
     def _finish(self, step: CoarseStep, *tensors: str) -> None:
         """Remember what a step returned; the logits leave the graph."""
@@ -246,7 +262,8 @@ class Layout:
 
     def _norm(self, step: CoarseStep) -> None:
         slot = step.attributes["slot"]
-        self._finish(step, self.norm(self.value(step.inputs[0]), slot, slot))
+        factor = self.update_factor(slot.rpartition(".")[2])
+        self._finish(step, self.norm(self.value(step.inputs[0]), slot, slot, factor))
 
     def norm(self, x: str, slot: str, output: str, factor: float = 1.0) -> str:
         """Root-mean-square norm over the channels, in one node."""
@@ -254,9 +271,10 @@ class Layout:
         if x in self.graph.floating:
             self.graph.floating.add(f"{slot}.multipliers")
         inputs = [x, f"{slot}.multipliers"]
-        return self.graph.node(
-            "RMSNormalization", inputs, output, axis=-1, epsilon=float(self.config.norm_eps)
-        )
+        epsilon = float(self.config.norm_eps)
+        if x in self.graph.floating:
+            epsilon *= self.stream**2
+        return self.graph.node("RMSNormalization", inputs, output, axis=-1, epsilon=epsilon)
 
     def _linear(self, step: CoarseStep) -> None:
         c, slot = self.config, step.attributes["slot"]
@@ -270,7 +288,7 @@ class Layout:
         elif part == "gate_up":
             sizes = [("gate", N // 2, 1.0), ("up", N // 2, 1.0)]
         else:
-            self._finish(step, self.product(x, WeightPart(slot, (0, N)), slot))
+            self._finish(step, self.product(x, WeightPart(slot, (0, N), self.update_factor(part)), slot))
             if part == "down":
                 self.graph.sized |= {x, slot}
             if slot in self.massive:

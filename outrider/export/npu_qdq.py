@@ -32,6 +32,7 @@ __all__ = [
     "massive_slots",
     "part_values",
     "size_of",
+    "stream_scale",
     "top_of",
     "write_float",
     "write_quantized",
@@ -43,6 +44,7 @@ OPSET, IR_VERSION = 23, 11
 INLINE_BYTES = 256  # smaller tensors stay in the graph file
 HIDDEN = 20.0  # logits below a row's largest score at which exp is 0 in 16 bits, with room for error
 COARSE = 0.01  # a step that is so much of a tensor's mean magnitude is too coarse
+HALF_PEAK = 30000.0  # of calibrated values in half precision, which ends at 65,504
 MARGIN = 1.05  # beyond the calibrated range, for texts that were not seen
 
 
@@ -126,6 +128,16 @@ def massive_slots(graph: NpuGraph, ranges: Ranges) -> list[str]:
         if any(step > COARSE * size for step, size in zip(steps, usual, strict=True)):
             found.append(slot)
     return found
+
+
+def stream_scale(graph: NpuGraph, ranges: Ranges) -> float:
+    """A power of two that brings the residual stream into half precision, 1 where it already fits.
+
+    Gemma's residual streams reach beyond 65,504, the largest number of half precision.
+    """
+    stream = [node.output for node in graph.nodes if node.operator == "Add" and node.output in graph.floating]
+    peak = max(max(-ranges[name].low, ranges[name].high) for name in stream)
+    return 1.0 if peak < HALF_PEAK else float(2.0 ** -np.ceil(np.log2(peak / HALF_PEAK)))
 
 
 def size_of(name: str) -> str:
@@ -275,10 +287,12 @@ def store_weights(
     for done, (slot, names) in enumerate(parts.items()):
         weight, bias = weights.matrix(slot), weights.bias(slot)
         if f"{slot}.weight" in graph.floating:
-            reports.append(_store_half(slot, weight, bias, store, weights.raw(slot)))
+            factor = np.float32(graph.weights[f"{slot}.weight"].factor)
+            scaled = None if bias is None else bias * factor
+            reports.append(_store_half(slot, weight * factor, scaled, store, weights.raw(slot)))
             continue
         packed = pack_channels(
-            weight, recipe.bits_for(slot), recipe.method_for(slot), moment=moments.get(slot)
+            weight, recipe.bits_for(slot), recipe.method_for(weight.shape[1]), moment=moments.get(slot)
         )
         for name in names:
             part = graph.weights[name]

@@ -201,7 +201,7 @@ def _compensated(
     sorted_rows = np.ascontiguousarray(rows[:, order])
     best_codes = np.zeros(rows.shape, np.int8)
     best_loss, best_ratio = np.full(len(rows), np.inf, np.float32), np.ones(len(rows), np.float32)
-    for ratio in GPTQ_RATIOS:
+    for ratio in GPTQ_RATIOS if bits == 4 else (1.0,):  # 8 bits clip nothing that matters
         codes, loss = compensate_rows(sorted_rows, steps * np.float32(ratio), inverse, bits)
         better = loss < best_loss
         best_codes[better] = codes[better]
