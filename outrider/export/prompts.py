@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +14,6 @@ from numpy.typing import NDArray
 from outrider.errors import UsageError
 from outrider.export.calibrate import calibration_tokens
 from outrider.export.tokenizer_files import TokenizerFiles
-from outrider.runtime.bench import default_prompts
 from outrider.runtime.chat import ChatTemplate
 
 __all__ = ["calibration_sequences"]
@@ -19,6 +21,9 @@ __all__ = ["calibration_sequences"]
 LEAST_PROMPTS = 8
 LEAST_TOKENS = 256
 SEGMENT = 512  # tokens of the calibration text in one sequence
+CHAT_TOKENS = 5000  # of the package's own prompts, whatever the tokenizer makes of them
+
+Messages = list[dict[str, Any]]
 
 
 def calibration_sequences(
@@ -26,14 +31,19 @@ def calibration_sequences(
 ) -> list[NDArray[np.int64]]:
     """Sequences of at most `max_context` tokens, rendered by the chat template where there is one.
 
-    Without a file: a few instructions, and the text that comes with the package. A file holds one prompt a line,
-    as text or as JSON with "turns" or "prompt". Raises UsageError for a file that says too little to set ranges by.
+    Without a file: the package's prompts with their answers, and the text that comes with it. A file holds one
+    prompt a line: as text, or as JSON with "prompt" (and "answer"), "turns" of the user (the first counts), or
+    "messages". Raises UsageError for a file that says too little to set ranges by.
     """
     if path is None:
-        prompts = [prompt.turns[0] for prompt in default_prompts()]
-        text = calibration_tokens(tokenizer, min(SEGMENT, max_context))
-        return [*_encoded(tokenizer, prompts, max_context), *text]
-    prompts = _read(path)
+        packaged = files("outrider.quantize").joinpath("data/calibration_prompts.jsonl")
+        chats = _encoded(tokenizer, _read(packaged.read_text(encoding="utf-8"), packaged.name), max_context)
+        return [*_first(chats, CHAT_TOKENS), *calibration_tokens(tokenizer, min(SEGMENT, max_context))]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the calibration file {path}: {error}") from error
+    prompts = _read(text, str(path))
     sequences = _encoded(tokenizer, prompts, max_context)
     tokens = sum(len(sequence) for sequence in sequences)
     if len(prompts) < LEAST_PROMPTS or tokens < LEAST_TOKENS:
@@ -45,19 +55,37 @@ def calibration_sequences(
     return sequences
 
 
-def _encoded(tokenizer: TokenizerFiles, prompts: list[str], max_context: int) -> list[NDArray[np.int64]]:
+def _first(sequences: Iterable[NDArray[np.int64]], tokens: int) -> list[NDArray[np.int64]]:
+    """The first sequences that hold so many tokens together; the last one is cut."""
+    chosen: list[NDArray[np.int64]] = []
+    for sequence in sequences:
+        if tokens <= 0:
+            break
+        chosen.append(sequence[:tokens])
+        tokens -= len(sequence)
+    return chosen
+
+
+def _encoded(
+    tokenizer: TokenizerFiles, prompts: Sequence[Messages], max_context: int
+) -> list[NDArray[np.int64]]:
     from tokenizers import Tokenizer
 
     encoder = Tokenizer.from_str(tokenizer.tokenizer_json)
     begin = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     template = _template(tokenizer, encoder)
     found = []
-    for prompt in prompts:
-        text = prompt if template is None else template.render([{"role": "user", "content": prompt}])
-        ids = encoder.encode(text, add_special_tokens=False).ids
+    for messages in prompts:
+        ids = encoder.encode(_text(messages, template), add_special_tokens=False).ids
         ids = ids if ids[: len(begin)] == begin else [*begin, *ids]
         found.append(np.asarray(ids[:max_context], np.int64))
     return [ids for ids in found if len(ids)]
+
+
+def _text(messages: Messages, template: ChatTemplate | None) -> str:
+    if template is None:
+        return "\n".join(str(message["content"]) for message in messages)
+    return template.render(messages, add_generation_prompt=messages[-1]["role"] != "assistant")
 
 
 def _template(tokenizer: TokenizerFiles, encoder: object) -> ChatTemplate | None:
@@ -69,22 +97,23 @@ def _template(tokenizer: TokenizerFiles, encoder: object) -> ChatTemplate | None
     return ChatTemplate(tokenizer.chat_template, {"bos_token": begin, "eos_token": end})
 
 
-def _read(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the calibration file {path}: {error}") from error
-    return [_prompt(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+def _read(text: str, name: str) -> list[Messages]:
+    return [_messages(line, name, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 
-def _prompt(line: str, path: Path, number: int) -> str:
+def _messages(line: str, name: str, number: int) -> Messages:
+    """The conversation that one line of a file stands for."""
     if not line.lstrip().startswith("{"):
-        return line.strip()
+        return [{"role": "user", "content": line.strip()}]
     try:
         record = json.loads(line)
-        turns = record.get("turns") or [record["prompt"]]
-        return str(turns[0])
+        if "messages" in record:
+            return [{"role": str(m["role"]), "content": str(m["content"])} for m in record["messages"]]
+        prompt = record["turns"][0] if "turns" in record else record["prompt"]
+        answer = [{"role": "assistant", "content": str(record["answer"])}] if "answer" in record else []
+        return [{"role": "user", "content": str(prompt)}, *answer]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise UsageError(
-            f'{path}, line {number}: expected {{"turns": ["..."]}} or {{"prompt": "..."}} ({error})'
+            f'{name}, line {number}: expected {{"prompt": "..."}}, {{"turns": ["..."]}} or '
+            f'{{"messages": [{{"role": "user", "content": "..."}}]}} ({type(error).__name__}: {error})'
         ) from error
