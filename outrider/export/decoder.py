@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -98,11 +98,20 @@ class Layer(nn.Module):
 
     def forward(self, residual: Tensor, update: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         """Take and return the residual stream as (residual, update): the next norm does the addition."""
+        qkv, residual = self.enter(residual, update)
+        return self.leave(residual, self.attention(qkv, step))
+
+    def enter(self, residual: Tensor, update: Tensor | None) -> tuple[Any, Tensor]:
+        """What attention reads, and the residual stream with the update added."""
         if update is None:
             normed = self.attn_norm(residual)
         else:
             normed, residual = self.attn_norm(residual, update)
-        update = self.attn_out(self.attention(self.qkv(normed), step))
+        return self.qkv(normed), residual
+
+    def leave(self, residual: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream behind attention and MLP, from what attention returned [1, S, H d]."""
+        update = self.attn_out(context)
         if self.attn_post_norm is not None:
             update = self.attn_post_norm(update)
         normed, residual = self.mlp_norm(residual, update)
@@ -202,8 +211,9 @@ class SplitAttention(nn.Module):
 
     def forward(self, qkv: Tensor, step: Step) -> Tensor:
         """[1, S, (H + 2 G) d] -> [1, S, H d]"""
-        c, S = self.config, qkv.shape[1]
+        c = self.config
         query, key, value = self.heads(qkv)
+        S = query.shape[2]
         cos, sin = step.rope[self.kind]
         query, key = apply_rope(query, cos, sin) * c.scale, apply_rope(key, cos, sin)
         step.present.append((key, value))

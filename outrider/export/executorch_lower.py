@@ -251,7 +251,9 @@ SKIPPED = ("alloc", "executorch_call_delegate", "free", "view")  # memory plan a
 
 def _operators(graph: Any) -> list[Any]:
     """What computes tensors; sizes and assertions about them cost nothing."""
-    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    calls = [
+        node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem
+    ]
     calls = [node for node in calls if getattr(node.target, "__name__", "") not in SKIPPED]
     return [node for node in calls if isinstance(node.meta.get("val"), (_tensor(), tuple, list))]
 

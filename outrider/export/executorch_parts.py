@@ -8,6 +8,7 @@ position embedding turns the halves of a head by a product with a constant matri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from outrider.export.config import ModelConfig
-from outrider.export.decoder import AddNorm, SplitAttention, Step, softcap
+from outrider.export.decoder import AddNorm, Primitives, SplitAttention, softcap
 from outrider.export.rope import rotary_size
 from outrider.export.slots import SlotWeights, matrix_slots
 from outrider.quantize.executorch import (
@@ -147,7 +148,7 @@ class ProductNorm(nn.Module):
 
 
 class TupleGate(nn.Module):
-    """The gated activation of two tensors."""
+    """The gated activation of two tensors, spelled out: XNNPACK's GELU is another than the tanh form."""
 
     def __init__(self, activation: str) -> None:
         super().__init__()
@@ -156,7 +157,10 @@ class TupleGate(nn.Module):
     def forward(self, gate_up: tuple[Tensor, Tensor]) -> Tensor:
         """(gate, up), each [.., F] -> [.., F]"""
         gate, up = gate_up
-        return (gate * gate.sigmoid() if self.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        if self.activation == "silu":
+            return gate * gate.sigmoid() * up
+        inner = (gate + gate * gate * gate * 0.044715) * (2 / math.pi) ** 0.5
+        return gate * 0.5 * (torch.tanh(inner) + 1.0) * up
 
 
 class SplitProductAttention(SplitAttention):
@@ -171,45 +175,48 @@ class SplitProductAttention(SplitAttention):
 
 
 class BufferAttention(nn.Module):
-    """Grouped-query attention over mutable buffers, updated in place by slot.
+    """Grouped-query attention over a cache that is updated between its two halves.
 
-    A slot is a row of the cache; positions are only in `Step.rope`, so that a tree's rows may share one. The
+    A slot is a row of the cache; positions are only in cos and sin, so that a tree's rows may share one. The
     query heads that share a KV head are folded into the row axis, so the cache is never repeated.
     """
 
-    def __init__(self, layer: int, config: ModelConfig, max_context: int, norms: Sequence[nn.Module]) -> None:
+    def __init__(self, layer: int, config: ModelConfig, primitives: Primitives) -> None:
         super().__init__()
-        self.config, self.kind = config, config.layer_types[layer]
-        self.q_norm, self.k_norm = norms if norms else (None, None)
+        self.config, self.q_norm, self.k_norm = config, None, None
+        if config.qk_norm:
+            self.q_norm = primitives.norm(f"layers.{layer}.q_norm", config)
+            self.k_norm = primitives.norm(f"layers.{layer}.k_norm", config)
         self.turn = constant(half_turn(config))
-        shape = (1, config.num_kv_heads, max_context, config.head_dim)
-        self.register_buffer("keys", torch.zeros(shape))
-        self.register_buffer("values", torch.zeros(shape))
 
-    def rotated(self, x: Tensor, step: Step) -> Tensor:
+    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary position embedding of [1, S, heads, d]; cos and sin are [S, 1, d]."""
-        cos, sin = step.rope[self.kind]
         return x * cos + F.linear(x, self.turn) * sin
 
-    def forward(self, qkv: tuple[Tensor, Tensor, Tensor], step: Step) -> Tensor:
-        """Three parts [1, S, heads d] -> [1, S, H d]"""
-        c = self.config
-        G, d = c.num_kv_heads, c.head_dim
-        query, key, value = (
-            part.reshape(1, -1, heads, d) for part, heads in zip(qkv, (c.num_heads, G, G), strict=True)
-        )
+    def project(
+        self, qkv: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Three parts [1, S, heads d] -> scaled queries [1, H, S, d], new keys and values [1, G, S, d]."""
+        query, key, value = (part.reshape(1, -1, part.shape[2] // self.d, self.d) for part in qkv)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self.rotated(query, step) * c.scale, self.rotated(key, step)
-        self.keys.index_copy_(2, step.extra["slots"], swap_heads(key))
-        self.values.index_copy_(2, step.extra["slots"], swap_heads(value))
-        keys, values = self.keys.reshape(G, -1, d), self.values.reshape(G, -1, d)
-        M = keys.shape[1]
-        scores = torch.bmm(swap_heads(query).reshape(G, -1, d), keys.transpose(1, 2))  # [G, H/G S, M]
-        scores = softcap(scores, c.attention_softcap).reshape(c.num_heads, -1, M) + step.mask[self.kind]
+        query, key = self.rotated(query, cos, sin) * self.config.scale, self.rotated(key, cos, sin)
+        return swap_heads(query), swap_heads(key), swap_heads(value)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Queries, the whole cache [1, G, M, d] and a mask [1, S, M] -> [1, S, H d]"""
+        c, G, M = self.config, self.config.num_kv_heads, keys.shape[2]
+        keys, values = keys.reshape(G, M, self.d), values.reshape(G, M, self.d)
+        scores = torch.bmm(query.reshape(G, -1, self.d), keys.transpose(1, 2))  # [G, H/G S, M]
+        scores = softcap(scores, c.attention_softcap).reshape(c.num_heads, -1, M) + mask
         weights = torch.softmax(scores, dim=-1).reshape(G, -1, M)
-        context = torch.bmm(weights, values).reshape(1, c.num_heads, -1, d)
-        return swap_heads(context).reshape(1, -1, c.num_heads * d)
+        context = torch.bmm(weights, values).reshape(1, c.num_heads, -1, self.d)
+        return swap_heads(context).reshape(1, -1, c.num_heads * self.d)
+
+    @property
+    def d(self) -> int:
+        """The size of a head."""
+        return self.config.head_dim
 
 
 def swap_heads(x: Tensor) -> Tensor:
@@ -229,19 +236,19 @@ def half_turn(config: ModelConfig) -> Tensor:
 class ExecutorchPrimitives:
     """Parts that hold their weights, quantized as a recipe says; collects a report of every slot.
 
-    `max_context` is the length of the cache buffers; None makes split attention. A slot is read, quantized
-    and dropped before the next.
+    `buffer` chooses `BufferAttention`, else split attention. A slot is read, quantized and dropped before the
+    next.
     """
 
     def __init__(
         self,
         weights: SlotWeights,
         recipe: ExecutorchRecipe,
-        max_context: int | None,
+        buffer: bool,
         stats: Mapping[str, FloatArray] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.weights, self.recipe, self.max_context = weights, recipe, max_context
+        self.weights, self.recipe, self.buffer = weights, recipe, buffer
         self.stats, self.progress = stats or {}, progress
         self.slots: list[SlotReport] = []
         self.products = 0  # with integer weights
@@ -290,10 +297,7 @@ class ExecutorchPrimitives:
 
     def attention(self, layer: int, config: ModelConfig) -> nn.Module:
         """`BufferAttention`, or `SplitAttention` over three parts."""
-        if self.max_context is None:
-            return SplitProductAttention(layer, config, self)
-        names = [f"layers.{layer}.{part}" for part in ("q_norm", "k_norm")] if config.qk_norm else []
-        return BufferAttention(layer, config, self.max_context, [self.norm(name, config) for name in names])
+        return (BufferAttention if self.buffer else SplitProductAttention)(layer, config, self)
 
 
 def part_cuts(config: ModelConfig, slot: str) -> list[int]:

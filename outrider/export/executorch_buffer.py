@@ -1,0 +1,212 @@
+"""The `buffer` profile: a decoder cut where its caches are written, each piece one delegate of XNNPACK.
+
+    embedding | open: norm, qkv, rotation | write | attention, MLP, norm, qkv, rotation | write | ... | head
+
+A delegate cannot write into a cache that outlives it, so ExecuTorch updates the caches between delegates, in
+place. Layer by layer, weights are read, quantized and put into a copy of the one delegate that was lowered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.export.config import ModelConfig
+from outrider.export.decoder import Layer, softcap
+from outrider.export.executorch_delegates import Delegate, Inputs, Template
+from outrider.export.executorch_parts import ExecutorchPrimitives
+from outrider.export.onnx import mask_kinds
+from outrider.export.rope import rope_tables, rotary_size
+from outrider.export.slots import matrix_slots
+
+__all__ = ["BufferProgram", "build_buffer_program"]
+
+
+class Opening(nn.Module):
+    """From the embedded tokens to what the first attention reads."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """x [1, S, D]; cos, sin [S, 1, d] -> queries [1, H, S, d], keys and values [1, G, S, d]"""
+        qkv, _ = self.layer.enter(x, None)
+        projected: tuple[Tensor, ...] = self.layer.attention.project(qkv, cos, sin)
+        return projected
+
+
+class Middle(nn.Module):
+    """From a written cache to what the next layer's attention reads."""
+
+    def __init__(self, before: Layer, after: Layer) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+
+    def forward(
+        self,
+        residual: Tensor,  # [1, S, D]
+        query: Tensor,  # [1, H, S, d]
+        keys: Tensor,  # [1, G, M, d]
+        values: Tensor,
+        mask: Tensor,  # [1, S, M]
+        cos: Tensor,  # [S, 1, d], of the next layer
+        sin: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """The residual stream behind the layer [1, S, D], then the next queries, keys and values."""
+        context = self.before.attention.attend(query, keys, values, mask)
+        qkv, residual = self.after.enter(*self.before.leave(residual, context))
+        return (residual, *self.after.attention.project(qkv, cos, sin))
+
+
+class Closing(nn.Module):
+    """From the last written cache to the residual stream behind the last layer."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, residual: Tensor, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """-> [1, S, D]"""
+        residual, update = self.layer.leave(residual, self.layer.attention.attend(query, keys, values, mask))
+        return residual + update
+
+
+class Head(nn.Module):
+    """The last norm and the logits of chosen rows."""
+
+    def __init__(self, config: ModelConfig, primitives: ExecutorchPrimitives) -> None:
+        super().__init__()
+        self.norm, self.head = primitives.norm("norm", config), primitives.linear("head", config)
+        self.cap = config.logit_softcap
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1, R, D] -> [1, R, V]"""
+        return softcap(self.head(self.norm(x)), self.cap)
+
+
+class BufferProgram(nn.Module):
+    """Delegates, and between them what only ExecuTorch's own kernels do: lookups and cache writes."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: nn.Module,
+        delegates: Sequence[Delegate],
+        max_context: int,
+        hidden_layers: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.config, self.hidden_layers = config, tuple(hidden_layers)
+        self.kinds = mask_kinds(config, max_context)
+        self.masks = sorted(set(self.kinds.values()))
+        self.embedding, self.delegates = embedding, nn.ModuleList(delegates)
+        shape = (1, config.num_kv_heads, max_context, config.head_dim)
+        for layer in range(config.num_layers):
+            self.register_buffer(f"keys_{layer}", torch.zeros(shape))
+            self.register_buffer(f"values_{layer}", torch.zeros(shape))
+        for kind in sorted(self.kinds):
+            for name, table in zip(("cos", "sin"), whole_tables(config, kind, max_context), strict=True):
+                self.register_buffer(f"{name}_{kind}", table)
+
+    def forward(
+        self, tokens: Tensor, slots: Tensor, positions: Tensor, rows: Tensor, masks: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Logits [1, R, V] and hidden states [1, S, D]."""
+        rope = {kind: self.rope(kind, positions) for kind in sorted(self.kinds)}
+        flat = dict(zip(self.masks, (mask.squeeze(0) for mask in masks), strict=True))  # [1, S, M]
+        residual = self.embedding(tokens)
+        if self.config.embedding_scale != 1.0:
+            residual = residual * self.config.embedding_scale
+        kinds, hidden = self.config.layer_types, {}
+        query, key, value = self.delegates[0](residual, *rope[kinds[0]])
+        for layer, kind in enumerate(kinds):
+            keys, values = getattr(self, f"keys_{layer}"), getattr(self, f"values_{layer}")
+            keys.index_copy_(2, slots, key)
+            values.index_copy_(2, slots, value)
+            inputs = (residual, query, keys, values, flat[self.kinds[kind]])
+            if layer + 1 < len(kinds):
+                residual, query, key, value = self.delegates[layer + 1](*inputs, *rope[kinds[layer + 1]])
+            else:
+                (residual,) = self.delegates[layer + 1](*inputs)
+            hidden[layer] = residual
+        (logits,) = self.delegates[-1](residual.index_select(1, rows))
+        return (logits, *(hidden[layer] for layer in self.hidden_layers))
+
+    def rope(self, kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [S, 1, d] of these positions."""
+        cos, sin = getattr(self, f"cos_{kind}"), getattr(self, f"sin_{kind}")
+        return cos.index_select(0, positions).unsqueeze(1), sin.index_select(0, positions).unsqueeze(1)
+
+
+def whole_tables(config: ModelConfig, kind: str, max_context: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [M, d] over every dimension of a head: both halves, then 1 and 0 for those that stay."""
+    cos, sin = (torch.from_numpy(table) for table in rope_tables(config, kind, max_context))
+    rest = torch.zeros(max_context, config.head_dim - rotary_size(config))
+    return torch.cat([cos, cos, rest + 1], dim=1), torch.cat([sin, sin, rest], dim=1)
+
+
+class _Builder:
+    """Lowers each kind of part once and fills the others of its kind."""
+
+    def __init__(self, config: ModelConfig, primitives: ExecutorchPrimitives, M: int, limit: int) -> None:
+        self.config, self.primitives, self.limit = config, primitives, limit
+        self.templates: dict[tuple[str, ...], Template] = {}
+        self.report: Counter[str] = Counter()
+        c, S = config, min(5, limit)
+        residual, table = torch.zeros(1, S, c.hidden_size), torch.zeros(S, 1, c.head_dim)
+        query, cache = (
+            torch.zeros(1, c.num_heads, S, c.head_dim),
+            torch.zeros(1, c.num_kv_heads, M, c.head_dim),
+        )
+        attention = (residual, query, cache, cache.clone(), torch.zeros(1, S, M))
+        self.inputs = {
+            "Opening": Inputs((residual, table, table.clone()), (1, 0, 0), limit),
+            "Middle": Inputs((*attention, table, table.clone()), (1, 2, None, None, 1, 0, 0), limit),
+            "Closing": Inputs(attention, (1, 2, None, None, 1), limit),
+            "Head": Inputs((residual,), (1,), limit),
+        }
+
+    def delegate(self, part: nn.Module, slots: Sequence[str]) -> Delegate:
+        """The delegate of a part; parts whose slots have the same schemes share a template."""
+        kind = type(part).__name__
+        key = (kind, *(str(self.primitives.recipe.scheme_for(slot)) for slot in slots))
+        if key not in self.templates:
+            self.templates[key] = Template(part, self.inputs[kind])
+        template = self.templates[key]
+        self.report.update(template.report)
+        return template.fill(part)
+
+
+def build_buffer_program(
+    config: ModelConfig,
+    primitives: ExecutorchPrimitives,
+    max_context: int,
+    limit: int,
+    hidden_layers: Sequence[int],
+) -> tuple[BufferProgram, dict[str, Any]]:
+    """The program over delegates, and the sums of their reports; `limit` tokens fit a forward."""
+    build = _Builder(config, primitives, max_context, limit)
+    embedding = primitives.embedding("embedding", config)
+    slots = _slots_by_layer(config)
+    layer = Layer(0, config, primitives)
+    delegates = [build.delegate(Opening(layer), slots[0][:1])]
+    for index in range(1, config.num_layers):
+        following = Layer(index, config, primitives)
+        delegates.append(build.delegate(Middle(layer, following), [*slots[index - 1][1:], slots[index][0]]))
+        layer = following
+    delegates.append(build.delegate(Closing(layer), slots[-1][1:]))
+    delegates.append(build.delegate(Head(config, primitives), ["head"]))
+    program = BufferProgram(config, embedding, delegates, max_context, hidden_layers)
+    return program, dict(build.report)
+
+
+def _slots_by_layer(config: ModelConfig) -> list[list[str]]:
+    """The matrix slots of every layer: qkv first, then those behind attention."""
+    names = matrix_slots(config)[1:-1]
+    each = len(names) // config.num_layers
+    return [names[start : start + each] for start in range(0, len(names), each)]
