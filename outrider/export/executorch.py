@@ -32,7 +32,7 @@ from outrider.export.executorch_lower import (
 from outrider.export.executorch_parts import ExecutorchPrimitives
 from outrider.export.lowered import Lowered
 from outrider.export.onnx import check_request, graph_meta, mask_kinds
-from outrider.export.rope import rotary_size
+from outrider.export.rope import rope_frequencies, rotary_size
 from outrider.export.slots import SlotWeights
 from outrider.quantize.executorch import ExecutorchRecipe, check_quantized
 
@@ -168,7 +168,8 @@ def _write_buffer(
     names = ["tokens", "slots", "positions", "rows", *(f"mask_{name}" for name in module.masks)]
     outputs = ["logits", *(f"hidden_{layer}" for layer in hidden_layers)]
     meta = graph_meta(config, "split", max_context, range(1, limit + 1), hidden_layers)
-    meta |= {"profile": "buffer", "methods": {"forward": {"inputs": names, "outputs": outputs}}}
+    cache = [f"{part}_{layer}" for layer in range(config.num_layers) for part in ("keys", "values")]
+    meta |= {"profile": "buffer", "methods": {"forward": {"inputs": names, "outputs": outputs}}, "cache": cache}
     return {"forward": inside | left["forward"]}, meta
 
 
@@ -199,4 +200,9 @@ def _write_split(
     report = lower(programs, backend, path)
     meta = graph_meta(config, "split", max_context, sorted(set(widths)), hidden_layers)
     names = {"inputs": inputs, "outputs": outputs}
-    return report, meta | {"token_dtype": "int32", "methods": dict.fromkeys(programs, names)}
+    rope = {}
+    for kind in kinds:
+        frequencies, scale = rope_frequencies(config, kind, max_context)
+        rope[kind] = {"inv_freq": [float(value) for value in frequencies], "scale": float(scale)}
+    methods = dict.fromkeys(programs, names)
+    return report, meta | {"token_dtype": "int32", "methods": methods, "rope": rope}

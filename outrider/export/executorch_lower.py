@@ -152,6 +152,7 @@ def write_program(edge: Any, path: Path, *, buffers: bool) -> dict[str, Any]:
             memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
             do_quant_fusion_and_const_prop=True,  # else an 8-bit embedding has no kernel
             run_reinplace_pass=buffers,  # else every cache is copied whole, twice a layer
+            emit_mutable_buffer_names=buffers,  # a host that can name a cache moves rows of it
         )
     )
     report = {name: _outside(lowered.exported_program(name).graph_module) for name in lowered.methods}
