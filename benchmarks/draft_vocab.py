@@ -49,7 +49,7 @@ __all__ = ["Head", "Row", "Text", "measure_acceptance", "measure_steps"]
 DATA = Path(__file__).with_name("data")
 CONTEXT = 1024
 PROMPT_TOKENS = 512  # of a prompt, at most
-STEPS = 16  # tokens drafted in one sample
+STEPS = 32  # tokens drafted in one sample
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,18 @@ class Head:
 
     size: int
     ids: IntArray
-    graph: Graph
+    report: GraphReport
     head_bytes: int
     step_bytes: int  # that a forward of one token reads
     known_ids: int  # rows of the embedding
 
-    def drafter(self) -> ModelDrafter:
+    def open(self, threads: int) -> Graph:
+        """The graph, opened anew."""
+        return OnnxGraph.load(self.report.path, self.report.meta, threads=threads)
+
+    def drafter(self, graph: Graph) -> ModelDrafter:
         """A drafter that goes on whatever its confidence."""
-        return ModelDrafter(self.graph, min_confidence=0.0, vocab_ids=self.ids, known_ids=self.known_ids)
+        return ModelDrafter(graph, min_confidence=0.0, vocab_ids=self.ids, known_ids=self.known_ids)
 
 
 @dataclass(frozen=True)
@@ -94,10 +98,8 @@ class Row:
     positions: int
 
 
-def make_heads(
-    checkpoint: Checkpoint, recipe: str, sizes: Sequence[int], folder: Path, threads: int, stack: ExitStack
-) -> list[Head]:
-    """Lower the draft whole, then trimmed to each size, and open what was written."""
+def make_heads(checkpoint: Checkpoint, recipe: str, sizes: Sequence[int], folder: Path) -> list[Head]:
+    """Lower the draft whole, then trimmed to each size."""
     heads = []
     for size in [None, *sizes]:
         rows = checkpoint.config.vocab_size
@@ -112,10 +114,8 @@ def make_heads(
             max_context=CONTEXT,
             stats=calibrate(weights, get_recipe(recipe), checkpoint.tokenizer, CONTEXT),
         )
-        graph = OnnxGraph.load(report.path, report.meta, threads=threads)
-        stack.callback(graph.close)
         head_bytes, step_bytes = _bytes(report)
-        heads.append(Head(len(ids), ids, graph, head_bytes, step_bytes, rows))
+        heads.append(Head(len(ids), ids, report, head_bytes, step_bytes, rows))
     return heads
 
 
@@ -143,22 +143,25 @@ def own_texts(pipeline: Pipeline, per_category: int, problems: int, tokens: int)
 
 
 def measure_acceptance(
-    target: Graph, heads: Sequence[Head], texts: Sequence[Text]
+    target: Graph, heads: Sequence[Head], texts: Sequence[Text], threads: int
 ) -> tuple[dict[int, list[tuple[float, float, float]]], list[int]]:
     """By size, of every text: Σ min(p, q), greedy match, probability of what is kept; and the texts' rows."""
     found: dict[int, list[tuple[float, float, float]]] = {head.size: [] for head in heads}
     counts = []
+    graphs = {head.size: head.open(threads) for head in heads}
     for text in texts:
         p = rows_after(target, text)
         counts.append(len(p))
         probabilities = np.exp(p - p.max(1, keepdims=True))
         probabilities /= probabilities.sum(1, keepdims=True)
         for head in heads:
-            q = rows_after(head.graph, text)
+            q = rows_after(graphs[head.size], text)
             accepted = pair_acceptance([p], [q], len(p), head.ids)
             kept = float(probabilities[:, head.ids].sum(1).mean())
             found[head.size].append((accepted.sum_min_pq, accepted.greedy_match, kept))
         print(f"{text.category}: {len(p)} positions", file=sys.stderr)
+    for graph in graphs.values():
+        graph.close()
     return found, counts
 
 
@@ -168,24 +171,31 @@ def rows_after(graph: Graph, text: Text) -> Float32Array:
     return np.concatenate(chunks)[text.skip :]
 
 
-def measure_steps(heads: Sequence[Head], prompt: Sequence[int], repeats: int) -> dict[int, list[float]]:
-    """Milliseconds a drafted token, `repeats` of each head, all heads in every repeat."""
-    drafters = {head.size: head.drafter() for head in heads}
-    context, sampling = Context(prompt), Sampling()
+def measure_steps(
+    heads: Sequence[Head], prompt: Sequence[int], repeats: int, threads: int
+) -> dict[int, list[float]]:
+    """Milliseconds a drafted token, `repeats` of each head, all heads in every repeat.
 
-    def sample(drafter: ModelDrafter) -> float:
-        start = time.perf_counter()
-        drafted = len(drafter.propose(context, STEPS, sampling, draft_generator(0, 0)))
-        return 1e3 * (time.perf_counter() - start) / drafted
-
-    for drafter in drafters.values():
-        sample(drafter)  # runs the prompt
-        sample(drafter)
-    found: dict[int, list[float]] = {size: [] for size in drafters}
+    A graph is opened for each sample and closed after it: where its weights come to lie in memory, and on what
+    pages, then differs from repeat to repeat and not from head to head.
+    """
+    found: dict[int, list[float]] = {head.size: [] for head in heads}
     for repeat in range(repeats):
-        for size in list(drafters) if repeat % 2 else reversed(list(drafters)):
-            found[size].append(sample(drafters[size]))
+        for head in heads if repeat % 2 else reversed(heads):
+            found[head.size].append(_step_ms(head, prompt, threads))
     return found
+
+
+def _step_ms(head: Head, prompt: Sequence[int], threads: int) -> float:
+    graph = head.open(threads)
+    try:
+        drafter, context = head.drafter(graph), Context(prompt)
+        for steps in (2, STEPS):  # the first runs the prompt
+            start = time.perf_counter()
+            drafted = len(drafter.propose(context, steps, Sampling(), draft_generator(0, 0)))
+        return 1e3 * (time.perf_counter() - start) / drafted
+    finally:
+        graph.close()
 
 
 def table_rows(
@@ -267,10 +277,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.scratch)))
         checkpoint = stack.enter_context(open_checkpoint(options.draft, mirror=options.mirror))
         sizes = [size for size in options.sizes if size < checkpoint.config.vocab_size]
-        heads = make_heads(checkpoint, options.recipe, sizes, folder, options.threads, stack)
+        heads = make_heads(checkpoint, options.recipe, sizes, folder)
         texts = own_texts(pipeline, options.per_category, options.problems, options.tokens)
-        steps = measure_steps(heads, texts[0].tokens[:64].tolist(), options.repeats)
-        accepted, counts = measure_acceptance(pipeline.engine.target, heads, texts)
+        steps = measure_steps(heads, texts[0].tokens[:64].tolist(), options.repeats, options.threads)
+        accepted, counts = measure_acceptance(pipeline.engine.target, heads, texts, options.threads)
         rows = list(table_rows(heads, steps, accepted, counts))
     print(format_rows(rows))
     print(
