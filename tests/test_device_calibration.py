@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ from outrider.targets.device import (
     user_profile_path,
 )
 from outrider.targets.device_toml import device_toml, write_device
-from outrider.targets.fake import FakeGraph, random_logits
+from outrider.targets.fake import FakeGraph, VirtualClock, random_logits
 from outrider.targets.model_cost import DRAFT_COST, TARGET_COST
 from outrider.targets.physics import roofline_time
 from outrider.targets.simulated import Machine, SimulatedGraph, perturbed
@@ -235,9 +236,36 @@ def test_a_measured_profile_wins_when_it_is_asked_for_by_name(
     assert shipped_device("raspberry-pi-5").idle_w == 1.55
 
 
+def test_figures_that_no_profile_may_hold_are_not_written(tmp_path: Path) -> None:
+    """As measured on a machine that was busy with something else: the profile could not be read again."""
+    device = load_device("host")
+    unit = device.units["cpu"]
+    rates = {
+        name: replace(rate, sustained_gops=Figure(0.008, "measured")) for name, rate in unit.rates.items()
+    }
+    slow = replace(device, units={"cpu": replace(unit, rates=rates)})
+    with pytest.raises(OutriderError, match=r"not kept.*sustained_gops is 0\.008.*was the machine busy"):
+        write_device(slow, tmp_path / "below" / "mine.toml")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def even_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that moves by a millisecond whenever a calibration looks at it, however busy this machine is."""
+    clock = VirtualClock()
+
+    def look() -> float:
+        clock.advance(0.001)
+        return clock()
+
+    even = partial(calibrate, clock=look, sleep=clock.advance)
+    monkeypatch.setattr("outrider.runtime.profiling.calibrate.calibrate", even)
+
+
 def test_the_command_measures_a_bundle_and_keeps_the_profile(
     float_bundle: Path,
     tmp_path: Path,
+    even_time: None,
     monkeypatch: pytest.MonkeyPatch,
     run_main: Callable[..., tuple[int, str, str]],
 ) -> None:
@@ -257,6 +285,7 @@ def test_the_command_measures_a_bundle_and_keeps_the_profile(
 def test_the_command_writes_where_it_is_told(
     float_bundle: Path,
     tmp_path: Path,
+    even_time: None,
     monkeypatch: pytest.MonkeyPatch,
     run_main: Callable[..., tuple[int, str, str]],
 ) -> None:
@@ -269,6 +298,10 @@ def test_the_command_writes_where_it_is_told(
     assert record["calibration"]["bandwidth_gb_s"] > 0
     assert load_device(tmp_path / "mine.toml").kind == "host"
     assert not (tmp_path / "home").exists()
+    code, _, err = run_main(*words, "-o", str(tmp_path / "mine.toml"))
+    assert code == 2, "what is there stays"
+    assert "mine.toml exists already; choose another name, or give --overwrite" in err
+    assert run_main(*words, "-o", str(tmp_path / "mine.toml"), "--overwrite")[0] == 0
     code, out, err = run_main(*words, "-o", str(tmp_path / "mine.toml" / "below.toml"))
     assert code != 0
     assert "mine.toml" in err

@@ -247,6 +247,19 @@ def test_the_command_compares_policies(
     assert "timeline" not in run
 
 
+def test_results_that_are_there_are_replaced_only_when_asked(
+    run_main: Callable[..., Any], trace: Path, day: str, tmp_path: Path
+) -> None:
+    (tmp_path / "simulation.json").write_text("older")
+    words = ["simulate", "--scenario", day, "--acceptance", str(trace), "--policies", "plain"]
+    code, out, err = run_main(*words, "-o", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "simulation.json exists already; choose another name, or give --overwrite" in err
+    assert (tmp_path / "simulation.json").read_text() == "older"
+    assert run_main(*words, "-o", str(tmp_path), "--overwrite")[0] == 0
+    assert json.loads((tmp_path / "simulation.json").read_text())["kind"] == "simulation"
+
+
 @pytest.mark.parametrize(
     ("limit", "told"),
     [

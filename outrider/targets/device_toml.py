@@ -8,8 +8,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.errors import OutriderError, UsageError
 from outrider.records import replaced
-from outrider.targets.device import Device, Figure, Series
+from outrider.targets.device import Device, Figure, Series, parse_device
 
 __all__ = ["device_toml", "write_device"]
 
@@ -22,11 +23,21 @@ def device_toml(device: Device, comment: str = "") -> str:
 
 
 def write_device(device: Device, path: str | os.PathLike[str], comment: str = "") -> Path:
-    """Write a profile whole or not at all, making its folder; returns the path."""
-    target = Path(path)
+    """Write a profile whole or not at all, making its folder; returns the path.
+
+    Raises OutriderError for figures that no profile may hold: what is written can be read again.
+    """
+    target, text = Path(path), device_toml(device, comment)
+    try:
+        parse_device(text, target.stem, device.slug)
+    except UsageError as error:
+        raise OutriderError(
+            f"the profile is not kept, for it could not be read again: {error}. If it was measured, was the machine"
+            " busy with something else, or is the model very small?"
+        ) from None
     target.parent.mkdir(parents=True, exist_ok=True)
     with replaced(target) as stream:
-        stream.write(device_toml(device, comment).encode("utf-8"))
+        stream.write(text.encode("utf-8"))
     return target
 
 
