@@ -141,13 +141,19 @@ def test_a_mistake_is_one_line_with_its_exit_code(
         (["-p", "x", "--logprobs", "2"], "--logprobs are printed by --json only"),
         (["-p", "x", "--no-draft", "--drafter", "model"], "model"),
         (["-p", "x", "--target-provider", "Cuda"], "unknown execution provider 'Cuda'; known: "),
-        (["-p", "x", "--no-draft", "--draft-provider", "CPUExecutionProvider"], "--draft-provider was given, but --no-draft"),
+        (
+            ["-p", "x", "--no-draft", "--draft-provider", "CPUExecutionProvider"],
+            "--draft-provider was given, but --no-draft",
+        ),
         (["-p", "x", "--trace", "nowhere/trace.jsonl"], "cannot write nowhere/trace.jsonl"),
         (["-p", "x", "--power-cap", "-4"], "--power-cap is -4.0"),
         (["-p", "x", "--temp-limit", "7"], "--temp-limit is 7.0"),
         (["-p", "x", "--battery-floor", "101"], "--battery-floor is 101.0"),
         (["-p", "x", "--device", "toaster"], "toaster"),
-        (["-p", "x", "--no-governor", "--temp-limit", "70"], "--no-governor is given, but --temp-limit was given"),
+        (
+            ["-p", "x", "--no-governor", "--temp-limit", "70"],
+            "--no-governor is given, but --temp-limit was given",
+        ),
         (["-p", "x", "--governor-log", "nowhere/log.jsonl"], "cannot write nowhere/log.jsonl"),
     ],
 )
@@ -206,6 +212,29 @@ def test_sampling_options_reach_the_library(quantized_bundle: Path) -> None:
     done = invoke("generate", str(quantized_bundle), "-p", FOX, *flags)
     assert done.stdout == expected + "\n"
     assert expected != plain
+
+
+@pytest.mark.parametrize("option", ["--trace", "--governor-log"])
+def test_a_file_that_is_there_is_replaced_only_when_asked(
+    run_main: Run, quantized_bundle: Path, tmp_path: Path, option: str
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("older")
+    words = ["generate", str(quantized_bundle), "-p", FOX, "-n", "2", "--threads", "1", option, str(path)]
+    code, out, err = run_main(*words)
+    assert (code, out) == (2, "")
+    assert "t.jsonl exists already; choose another name, or give --overwrite" in error_line(err)
+    assert path.read_text() == "older"
+    assert run_main(*words, "--overwrite")[0] == 0
+    assert json.loads(path.read_text().splitlines()[0])["schema_version"] == 1
+
+
+def test_every_answer_of_a_chat_has_a_trace_of_its_own(quantized_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "t-2.jsonl").write_text("older")
+    words = ["chat", str(quantized_bundle), "-n", "2", "--threads", "1", "--trace", str(tmp_path / "t.jsonl")]
+    assert invoke(*words, input="Hi\nAgain\nMore\n\n").exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"t{n}.jsonl" for n in ("-2", "-3", "-4", "")]
+    assert (tmp_path / "t-2.jsonl").read_text() == "older"
 
 
 def test_generate_chat_and_files_and_standard_input(quantized_bundle: Path, tmp_path: Path) -> None:
