@@ -169,7 +169,11 @@ def _write_buffer(
     outputs = ["logits", *(f"hidden_{layer}" for layer in hidden_layers)]
     meta = graph_meta(config, "split", max_context, range(1, limit + 1), hidden_layers)
     cache = [f"{part}_{layer}" for layer in range(config.num_layers) for part in ("keys", "values")]
-    meta |= {"profile": "buffer", "methods": {"forward": {"inputs": names, "outputs": outputs}}, "cache": cache}
+    meta |= {
+        "profile": "buffer",
+        "methods": {"forward": {"inputs": names, "outputs": outputs}},
+        "cache": cache,
+    }
     return {"forward": inside | left["forward"]}, meta
 
 
