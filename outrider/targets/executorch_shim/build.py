@@ -71,13 +71,23 @@ def executorch_wheel() -> Wheel:
 def built_shim(wheel: Wheel) -> Path:
     """The shim for this wheel and compiler, built if it is not in the cache yet.
 
-    Raises BackendError when there is no compiler, when compiling fails, or when the cache cannot be written.
+    Without a compiler, one that another compiler built for this wheel will do. Raises BackendError when there
+    is neither, when compiling fails, or when the cache cannot be written.
     """
-    compiler = find_compiler()
-    folder = cache_folder() / "executorch-shim"
-    key = shim_key(wheel, compiler)
-    found = next((path for path in sorted(folder.glob(f"{key}-*.so")) if _is_whole(path)), None)
-    return found or _build(wheel, compiler, folder, key)
+    folder, key = cache_folder() / "executorch-shim", shim_key(wheel)
+    try:
+        compiler = find_compiler()
+    except BackendError:
+        found = _whole_shim(folder, f"{key}-*.so")
+        if found is None:
+            raise
+        return found
+    name = f"{key}-{compiler_key(compiler)}"
+    return _whole_shim(folder, f"{name}-*.so") or _build(wheel, compiler, folder, name)
+
+
+def _whole_shim(folder: Path, pattern: str) -> Path | None:
+    return next((path for path in sorted(folder.glob(pattern)) if _is_whole(path)), None)
 
 
 def find_compiler() -> list[str]:
@@ -96,11 +106,20 @@ def find_compiler() -> list[str]:
     )
 
 
-def shim_key(wheel: Wheel, compiler: list[str]) -> str:
-    """What a built shim depends on: the wheel and its place, the source, the compiler, the machine."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [str(wheel), SOURCE.read_text(encoding="utf-8"), *compiler, version, platform.machine()]
-    return hashlib.sha256("\0".join([*parts, *_flags(wheel)]).encode()).hexdigest()[:16]
+def shim_key(wheel: Wheel) -> str:
+    """What any built shim depends on: the wheel and its place, the source, the machine."""
+    parts = [str(wheel), SOURCE.read_text(encoding="utf-8"), platform.machine(), *_flags(wheel)]
+    return _short_hash("\0".join(parts).encode())
+
+
+def compiler_key(compiler: list[str]) -> str:
+    """The compiler's command and version."""
+    said = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    return _short_hash("\0".join(compiler).encode() + said)
+
+
+def _short_hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _flags(wheel: Wheel) -> list[str]:
@@ -118,20 +137,20 @@ def _flags(wheel: Wheel) -> list[str]:
     ]
 
 
-def _build(wheel: Wheel, compiler: list[str], folder: Path, key: str) -> Path:
+def _build(wheel: Wheel, compiler: list[str], folder: Path, name: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{key}-", dir=folder) as scratch:
+        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=folder) as scratch:
             made = Path(scratch) / "shim.so"
             _compile([*compiler, str(SOURCE), "-o", str(made), *_flags(wheel)])
-            final = folder / f"{key}-{_digest(made)}.so"
+            final = folder / f"{name}-{_short_hash(made.read_bytes())}.so"
             os.replace(made, final)
     except OSError as error:
         raise BackendError(
             f"the ExecuTorch shim cannot be written to {folder}: {error}; make the folder writable, or set "
             "OUTRIDER_HOME to another one"
         ) from error
-    for damaged in (path for path in folder.glob(f"{key}-*.so") if not _is_whole(path)):
+    for damaged in (path for path in folder.glob(f"{name}-*.so") if not _is_whole(path)):
         damaged.unlink(missing_ok=True)
     return final
 
@@ -148,13 +167,9 @@ def _compile(command: list[str]) -> None:
         )
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
 def _is_whole(path: Path) -> bool:
     """Whether a built shim still has the bytes that its name promises."""
     try:
-        return path.stem.rpartition("-")[2] == _digest(path)
+        return path.stem.rpartition("-")[2] == _short_hash(path.read_bytes())
     except OSError:
         return False

@@ -113,10 +113,10 @@ class _Handle:
     """Owns a program in the shim; it is freed when neither a graph nor an array over its memory is left."""
 
     def __init__(self, shim: Library, address: int) -> None:
-        self.shim, self.address, self.owner = shim, address, os.getpid()
+        self.shim, self.address, self.owner, self._process = shim, address, os.getpid(), os.getpid
 
     def __del__(self) -> None:
-        if self.owner == os.getpid():  # a fork has no threads that could end what delegates run
+        if self.owner == self._process():  # a fork has no threads that could end what delegates run
             self.shim.close(self.address)
 
 
