@@ -1,0 +1,91 @@
+"""Bundles whose roles run by different libraries: an ExecuTorch draft or target beside an ONNX one.
+
+`test_mixed_pairs.py` holds the engine to the same promise with graphs that it opens itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("executorch", reason="executorch is not installed")
+
+import outrider
+from outrider.contracts import Sampling
+
+PROMPT = "the quick brown fox"
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "match": Sampling(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=3),
+}
+PAIRS = [("onnxruntime", "executorch"), ("executorch", "onnxruntime"), ("executorch", "executorch")]
+
+
+@pytest.fixture(scope="module")
+def bundle(
+    tmp_path_factory: pytest.TempPathFactory,
+    write_model: Callable[..., Path],
+    export_tiny: Callable[..., Any],
+) -> Path:
+    """A target and an unrelated draft, each as ONNX and as .pte."""
+    folder = tmp_path_factory.mktemp("mixed")
+    target = write_model(folder / "target", layers=1, vocab=328, seed=0)
+    draft = write_model(folder / "draft", layers=1, vocab=336, seed=1)
+    backends = ("executorch", "onnxruntime")
+    export_tiny(
+        folder / "bundle",
+        (target, "int8"),
+        (draft, "int8"),
+        backends=backends,
+        max_context=64,
+        evaluate=False,
+    )
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def plain(bundle: Path) -> Callable[[str, str], str]:
+    """The text of a target alone, by its backend and sampling."""
+    found: dict[tuple[str, str], str] = {}
+
+    def text(backend: str, sampling: str) -> str:
+        if (backend, sampling) not in found:
+            with outrider.load(bundle, target_backend=backend, draft=False) as pipeline:
+                for name, value in SAMPLINGS.items():
+                    found[backend, name] = generate(pipeline, value, k=0).text
+        return found[backend, sampling]
+
+    return text
+
+
+def generate(pipeline: Any, sampling: Sampling, **options: Any) -> Any:
+    return pipeline.generate(PROMPT, sampling=sampling, max_tokens=32, ignore_eos=True, **options)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(("target", "draft"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+def test_text_is_the_targets_own_whichever_library_drafts(
+    bundle: Path, plain: Callable[[str, str], str], target: str, draft: str, sampling: str
+) -> None:
+    expected = plain(target, sampling)
+    with outrider.load(bundle, target_backend=target, draft_backend=draft, threads=1) as pipeline:
+        assert [placed.backend for placed in pipeline.placement] == [target, draft]
+        for k in (1, 3):
+            found = generate(pipeline, SAMPLINGS[sampling], k=k, drafter="model")
+            assert found.text == expected
+            assert found.stats.evaluated > 0
+
+
+def test_a_prompt_longer_than_the_widest_forward_is_read_in_chunks(bundle: Path) -> None:
+    words = " fox dog" * 12
+    with outrider.load(bundle, target_backend="executorch", draft_backend="executorch") as pipeline:
+        widest = max(pipeline.engine.target.widths)
+        assert len(pipeline.tokenizer.encode(words)) < 60
+        assert pipeline.placement[0].prefill_width is not None
+        assert pipeline.placement[0].prefill_width <= widest
+        found = pipeline.generate(words, max_tokens=8, ignore_eos=True, k=2, drafter="model")
+    with outrider.load(bundle, target_backend="executorch", draft=False) as pipeline:
+        assert pipeline.generate(words, max_tokens=8, ignore_eos=True, k=0).text == found.text
