@@ -1,4 +1,7 @@
-"""Pairs of two backends in one process: the text is the target's own, whoever drafts and however it rounds."""
+"""Pairs of two backends in one process: the text is the target's own, whoever drafts and however it rounds.
+
+Pairs of ExecuTorch and ONNX Runtime alone are in `test_mixed_executorch.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from outrider.targets.onnxruntime import OnnxGraph
 from outrider.targets.qnn import NpuGraph
 from outrider.targets.qnn_plugin import has_emulator
 from tests import families
+from tests.pte import tiny_pte
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 emulated = pytest.mark.skipif(
@@ -54,7 +58,7 @@ class Model:
 
 @pytest.fixture(scope="module")
 def open_graph(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Model], Graph]:
-    """Export a model once for a backend: "onnx" (float32 on the CPU), or as static QDQ graphs, "qdq" by the CPU's
+    """Export a model once for a backend: "onnx" (float32 on the CPU), or as static QDQ graphs: "qdq" by the CPU's
     kernels, "emulator" on the emulated NPU."""
     made: dict[tuple[str, Model], Any] = {}
 
@@ -69,9 +73,14 @@ def open_graph(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Model
                 )
             else:
                 texts = np.random.default_rng(0).integers(0, model.vocab, (32, 60)).tolist()
-                recipe = get_npu_recipe("a16w8")
                 made[kind, model] = export_npu(
-                    weights.config, weights, recipe, place, widths=(1, 2, 8), calibration=texts, **size
+                    weights.config,
+                    weights,
+                    get_npu_recipe("a16w8"),
+                    place,
+                    widths=(1, 2, 8),
+                    calibration=texts,
+                    **size,
                 )
         return made[kind, model]
 
@@ -126,6 +135,24 @@ def test_greedy_text_of_a_quantized_target_is_its_own_whoever_drafts(
     for draft in ("onnx", "qdq"):
         engine = drafting(open_graph(target, Model(0)), open_graph(draft, Model(0)))
         assert text(engine, replace(request, k=3)) == plain
+
+
+@emulated
+def test_an_emulated_draft_leaves_the_text_of_an_executorch_target_alone(
+    open_graph: Callable[[str, Model], Graph],
+) -> None:
+    pytest.importorskip("executorch", reason="executorch is not installed")
+    from outrider.targets.executorch import ExecutorchGraph
+
+    pte = tiny_pte("llama", "8da4w")
+
+    def target() -> Graph:
+        return ExecutorchGraph.load(pte.path, pte.meta, threads=1)
+
+    request = Request(max_new_tokens=24, k=0)
+    parts = list(drafting(target(), open_graph("emulator", Model(0))).decode(PROMPT, replace(request, k=3)))
+    assert [token for part in parts for token in part.tokens] == text(Engine(target()), request)
+    assert parts[-1].stats.accepted > 0
 
 
 @pytest.mark.parametrize("draft", ["qdq", EMULATOR])

@@ -23,6 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 from outrider.contracts import Graph, TopK
 from outrider.errors import BackendError, ContextError, MissingExtraError, UsageError
 from outrider.export.npu import export_npu
+from outrider.export.npu_context import compile_contexts
 from outrider.quantize.npu_recipes import get_npu_recipe
 from outrider.targets.npu_host import EmbeddingTable, KvCache, Scale, static_mask
 from outrider.targets.qnn import NpuGraph, NpuMeta
@@ -329,6 +330,19 @@ def test_a_context_binary_of_another_soc_is_refused_with_both(
         match=r"another SoC \(soc_model 57, htp_arch 75\) than snapdragon-8-elite \(soc_model 69, htp_arch 79\)",
     ):
         load("emulator", there, device="snapdragon-8-elite")
+
+
+@emulated
+def test_the_emulator_runs_the_graph_where_widths_share_a_binary_and_does_not_call_that_the_artifact(
+    load: Callable[..., NpuGraph], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = {str(W): f"w{W}.onnx" for W in npu_toy.WIDTHS}
+    contexts = compile_contexts(folder, names, ["snapdragon-8-gen3"])
+    assert len({binary_of(folder / name) for name in contexts.models["snapdragon-8-gen3"].values()}) == 1
+    graph = load("emulator", {"contexts": contexts.models})
+    np.testing.assert_array_equal(graph.forward([5, 6]).logits, load("emulator").forward([5, 6]).logits)
+    assert not graph.executed_artifact
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 @emulated

@@ -159,7 +159,11 @@ def _shown(tensor: tuple[tuple[int, ...], str] | None) -> str:
 
 
 class NpuSessions:
-    """One session a width, opened when it is first needed: of the compiled model, else of the QDQ model."""
+    """One session a width, opened when it is first needed: of the compiled model, else of the QDQ model.
+
+    A binary of one width that was compiled for a SoC runs on the emulator too, bit for bit as the QDQ model does
+    there. A binary that several widths share opens on the chip only (QNN_COMMON_ERROR_NOT_SUPPORTED elsewhere).
+    """
 
     def __init__(
         self,
@@ -176,8 +180,9 @@ class NpuSessions:
         if self.ids is None and execution == "emulator":
             self.ids = soc_of(next(iter(meta.contexts), EMULATED))
         self.compiled = self._compiled(device) if execution != "cpu" else {}
-        binaries = {binary_of(path) for path in self.compiled.values() if path.is_file()}
-        self._shared = execution == "npu" and len(binaries) < len(self.compiled)  # weights once in memory
+        found = [binary_of(path) for path in self.compiled.values() if path.is_file()]
+        binaries = [name for name in found if name is not None]
+        self._shared = len(set(binaries)) < len(binaries)  # weights lie in one binary for several widths
         self.ran: dict[int, Path] = {}  # width -> the file that was opened
         self._open: dict[int, Any] = {}
         self._qnn = qnn_plugin() if execution != "cpu" else None
@@ -215,7 +220,9 @@ class NpuSessions:
     def _make(self, W: int) -> Any:
         """Open the compiled model; where that fails, compile the QDQ model."""
         qdq = self._qdq()[W]
-        if W in self.compiled:
+        if self._shared and self.execution == "emulator":
+            _log.info("the emulator cannot open a binary that widths share; it compiles %s", qdq)
+        elif W in self.compiled:
             try:
                 return self._session(W, self.compiled[W])
             except BackendError as error:
