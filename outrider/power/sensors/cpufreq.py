@@ -21,31 +21,42 @@ _BANDWIDTH = re.compile(r"bw|memlat|-lat|l3|busmon|icc")
 """Votes for bandwidth of Qualcomm and others: devfreq devices whose numbers are no frequencies."""
 
 
-@dataclass(frozen=True)
+class _Choice:
+    """Files of one figure, the best first. Which of them are there is looked up again when a read fails."""
+
+    def __init__(self, paths: list[Path], scale: float) -> None:
+        self._paths, self._scale = paths, scale
+        self._there: list[Path] = []
+
+    def read(self, system: System) -> Figure:
+        """The first file that holds a figure; else the reason of the first that is there."""
+        self._there = self._there or [path for path in self._paths if path.exists()] or self._paths[-1:]
+        reasons = []
+        for path in self._there:
+            value, reason = _highest(system, path, self._scale)
+            if value is not None and value > 0:
+                return value, ""
+            reasons.append(reason or f"{path.name} is {value:g}: the unit is off")
+        self._there = []
+        return None, reasons[0]
+
+
 class _Unit:
-    source: str
-    folder: Path
-    scale: float
-    files: tuple[tuple[Quantity, tuple[str, ...]], ...]
+    """A cluster, GPU or memory controller, with the files of its figures."""
+
+    def __init__(
+        self, source: str, folder: Path, scale: float, files: tuple[tuple[Quantity, tuple[str, ...]], ...]
+    ) -> None:
+        self.source = source
+        self._choices = [(name, _Choice([folder / file for file in names], scale)) for name, names in files]
 
     def read(self, system: System) -> list[Reading]:
         now = system.clock()
         readings = []
-        for quantity, names in self.files:
-            value, reason = _first(system, [self.folder / name for name in names], self.scale)
+        for quantity, choice in self._choices:
+            value, reason = choice.read(system)
             readings.append(Reading(self.source, quantity, value, "die", "instant", now, reason))
         return readings
-
-
-def _first(system: System, paths: list[Path], scale: float) -> Figure:
-    """The first file that holds a figure; else the reason of the first that is there."""
-    reasons = []
-    for path in [path for path in paths if path.exists()] or paths[-1:]:
-        value, reason = _highest(system, path, scale)
-        if value is not None and value > 0:
-            return value, ""
-        reasons.append(reason or f"{path.name} is {value:g}: the unit is off")
-    return None, reasons[0]
 
 
 def _highest(system: System, path: Path, scale: float) -> Figure:

@@ -35,6 +35,7 @@ Figure = tuple[float | None, str]
 PLAUSIBLE_C = (-40.0, 125.0)
 """What a working part can have; outside are sentinels of sensors that are off, and faults."""
 
+_SHORT = 64  # bytes: a line shorter than this, alone in the first part, is all that there is
 _MOST_READS = 256  # of a file; what goes on and on is no small file of the kernel
 
 _FIXES = {
@@ -59,6 +60,8 @@ def load(path: Path) -> bytes:
         parts = []
         while part := os.read(descriptor, 1 << 16):
             parts.append(part)
+            if len(part) < _SHORT and part.endswith(b"\n") and len(parts) == 1:
+                break
             if len(parts) > _MOST_READS:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         return b"".join(parts)

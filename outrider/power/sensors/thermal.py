@@ -72,6 +72,10 @@ class _Zone:
     scope: Scope
     unit: float | None = None
     spikes: Spikes = field(default_factory=Spikes)
+    path: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.path = self.folder / "temp"  # once: joining paths costs more than reading the file
 
     def read(self, system: System) -> Reading:
         now = system.clock()
@@ -79,7 +83,7 @@ class _Zone:
         return Reading(self.source, "temperature", value, self.scope, "instant", now, reason)
 
     def _temperature(self, system: System) -> Figure:
-        raw, reason = read_number(system, self.folder / "temp")
+        raw, reason = read_number(system, self.path)
         if raw is None:
             self.spikes.forget()
             return None, reason
@@ -110,16 +114,24 @@ class _Zone:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Cooler:
+    """`most` is the highest state, which stays what it is; it is read again when it cannot be right."""
+
     source: str
     folder: Path
+    most: float | None = None
+    state_path: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state_path = self.folder / "cur_state"
 
     def read(self, system: System) -> Reading:
-        now = system.clock()
-        state, reason = read_number(system, self.folder / "cur_state")
-        most, reason_most = read_number(system, self.folder / "max_state")
-        share = None
+        now, reason_most = system.clock(), ""
+        state, reason = read_number(system, self.state_path)
+        if self.most is None or state is None or not 0 < self.most >= state:
+            self.most, reason_most = read_number(system, self.folder / "max_state")
+        most, share = self.most, None
         if state is not None and most is not None and most > 0:
             share = min(max(state / most, 0.0), 1.0)  # powerclamp shows -1 when idle
         reason = reason or reason_most or ("" if share is not None else "has no states")
