@@ -363,9 +363,9 @@ class NpuRunner:
 class NpuGraph(CachedGraph):
     """A `contracts.Graph` over static integer graphs. Make one with `load`.
 
-    `execution` is where it runs and `via` what that proves: "npu" ("artifact"), "emulator" ("emulator": the same
-    integers as the NPU calculates, some hundred times slower) or "cpu" ("evaluator": ONNX Runtime's own CPU
-    kernels in float between the graph's roundings, fast enough for many positions, a little off the NPU).
+    `execution` is where it runs and `via` what that proves: "npu" ("artifact"), "emulator" ("emulator": Qualcomm's
+    model of the NPU's arithmetic, slow) or "cpu" ("evaluator": ONNX Runtime's own CPU kernels, in float between
+    the graph's roundings; fast enough for many positions, a little off the NPU).
     A width whose graph returns fewer rows of logits than are asked for runs again for the rest, so ask for
     all rows in forwards that are narrow.
     """

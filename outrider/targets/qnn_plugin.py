@@ -1,8 +1,7 @@
 """The onnxruntime-qnn plugin: registered once per process, its devices, and the SoC that it compiles for.
 
-On Snapdragons it drives the Hexagon NPU. Its x86-64 build holds an emulator of that NPU instead, which calculates
-as the NPU does, but slowly. The emulator accepts SoC ids that do not exist, and runs binaries of any SoC, so both
-are checked here.
+On Snapdragons it drives the Hexagon NPU. Its x86-64 build holds Qualcomm's emulator of that NPU instead, which is
+slow. The emulator accepts SoC ids that do not exist, and runs binaries of any SoC, so both are checked here.
 """
 
 from __future__ import annotations
@@ -213,7 +212,11 @@ def emulator_speaks_on_stderr() -> Iterator[None]:
     if sys.stdout is not None:
         sys.stdout.flush()
     libc.fflush(None)
-    kept = os.dup(1)
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no stdout to keep clean
+        yield
+        return
     os.dup2(2, 1)
     try:
         yield
