@@ -23,6 +23,10 @@ __all__ = ["LOWERINGS", "Making", "make_role"]
 
 PREFILL_WIDTH = 512
 REFERENCE = "reference.pte"  # of the CPU, for a graph whose delegate runs on Android only
+STAND_IN_WIDTHS = (
+    1,
+    5,
+)  # of it: a plain step and a verify; each costs as much time as one of the graph itself
 KV_DTYPES = {"npu": "uint16"}
 ELSEWHERE = (  # of a graph's description: the manifest has fields for these
     "profile",
@@ -170,7 +174,7 @@ def _lower_npu(making: Making) -> Lowered:
 
     plan, options = making.plan, making.options
     sequences = calibration_sequences(making.checkpoint.tokenizer, plan.max_context, options.calibration)
-    return export_npu(
+    lowered = export_npu(
         making.weights.config,
         making.weights,
         get_npu_recipe(plan.recipe),
@@ -180,23 +184,46 @@ def _lower_npu(making: Making) -> Lowered:
         calibration=[sequence.tolist() for sequence in sequences],
         progress=making.progress,
     )
+    return _compiled(making, lowered)
+
+
+def _compiled(making: Making, lowered: Lowered) -> Lowered:
+    """The graphs with what the device's own compiler makes of them."""
+    from outrider.export.npu_context import compile_contexts
+    from outrider.targets.qnn_plugin import soc_of
+
+    device = making.options.device
+    contexts = compile_contexts(making.place, lowered.functions, [device], making.progress)
+    ids = soc_of(device)
+    chip = {"soc_model": ids.soc_model, "htp_arch": ids.htp_arch, "contexts": contexts.models}
+    return replace(
+        lowered,
+        files=(*lowered.files, *contexts.files),
+        meta={**lowered.meta, **chip},
+        notes={**lowered.notes, "compiled": contexts.notes},
+    )
 
 
 def _lower_xnnpack(making: Making) -> Lowered:
-    return _lower_pte(making, making.place, "xnnpack", "buffer")
+    return _lower_pte(making, making.place, "xnnpack", "buffer", ())
 
 
 def _lower_vulkan(making: Making) -> Lowered:
     """The program for the GPU, and beside it the same one for the CPU: what is run in its place where no GPU is."""
-    lowered = _lower_pte(making, making.place, "vulkan", "split")
+    widths = making.plan.widths
+    lowered = _lower_pte(making, making.place, "vulkan", "split", widths)
+    few = tuple(width for width in widths if width in STAND_IN_WIDTHS) or widths[:1]
     with tempfile.TemporaryDirectory(dir=making.place) as place:
-        stand_in = _lower_pte(making, Path(place), "xnnpack", "split")
-        reference = making.place / REFERENCE
-        stand_in.files[0].replace(reference)
-    return replace(lowered, files=(*lowered.files, reference), meta={**lowered.meta, "reference": REFERENCE})
+        stand_in = _lower_pte(making, Path(place), "xnnpack", "split", few)
+        path = making.place / REFERENCE
+        stand_in.files[0].replace(path)
+    reference = {"file": REFERENCE, "widths": list(few), "methods": stand_in.meta["methods"]}
+    return replace(lowered, files=(*lowered.files, path), meta={**lowered.meta, "reference": reference})
 
 
-def _lower_pte(making: Making, place: Path, backend: str, profile: Literal["buffer", "split"]) -> Lowered:
+def _lower_pte(
+    making: Making, place: Path, backend: str, profile: Literal["buffer", "split"], widths: tuple[int, ...]
+) -> Lowered:
     from outrider.export.executorch import export_pte
     from outrider.quantize.executorch import executorch_recipe
 
@@ -217,7 +244,7 @@ def _lower_pte(making: Making, place: Path, backend: str, profile: Literal["buff
         backend=backend,
         profile=profile,
         max_context=plan.max_context,
-        widths=plan.widths,
+        widths=widths,
         hidden_layers=making.options.hidden_layers if plan.role == "target" else (),
         stats=moments,
         progress=making.progress,

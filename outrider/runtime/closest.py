@@ -68,16 +68,21 @@ def open_evaluator(directory: str | os.PathLike[str], entry: GraphEntry, threads
 
 def _reference_of(entry: GraphEntry) -> GraphEntry | None:
     """The entry of the CPU lowering that stands for a graph whose delegate does not run here."""
-    if entry.options.get("reference") is None:
+    reference = entry.options.get("reference")
+    if reference is None:
         return None
-    name = (PurePosixPath(entry.path).parent / entry.options["reference"]).as_posix()
+    name = (PurePosixPath(entry.path).parent / reference["file"]).as_posix()
     if name not in entry.files:
         raise BundleError(
             f"{name!r} is named by the graph but absent from its files; export the bundle again"
         )
-    options = {**entry.options, "delegate": "xnnpack"}
-    files = {name: entry.files[name], **entry.files}
-    return replace(entry, unit="cpu", files=files, options=options)
+    return replace(
+        entry,
+        unit="cpu",
+        files={name: entry.files[name], **entry.files},
+        widths=tuple(reference["widths"]),
+        options={**entry.options, "delegate": "xnnpack", "methods": reference["methods"]},
+    )
 
 
 def _on_the_cpu(directory: str | os.PathLike[str], entry: GraphEntry, threads: int | None) -> Opened:
