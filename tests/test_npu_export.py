@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections import Counter
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,14 @@ import onnx
 import pytest
 import torch
 
-import outrider.export.npu_qdq as npu_qdq
+import outrider.export.npu_scales as npu_scales
 from outrider.errors import ExportError, MissingExtraError, UsageError
 from outrider.export.lowered import Lowered
 from outrider.export.npu import export_npu
 from outrider.export.npu_context import compile_contexts
 from outrider.export.npu_embedding import EmbeddingTable, write_embedding
 from outrider.export.npu_graph import lay_out
-from outrider.export.npu_qdq import HIDDEN, Scale, choose_scales, top_of
+from outrider.export.npu_scales import HIDDEN, Scale, choose_scales, top_of
 from outrider.quantize.npu_recipes import (
     NPU_RECIPES,
     NpuRecipe,
@@ -97,7 +98,9 @@ def test_the_emulated_npu_computes_what_the_cpu_does_at_eight_and_at_four_bits(
     llama: Lowered, tmp_path: Path
 ) -> None:
     """Norms over heads included: behind a transposition, the compiler of plugin 2.7 gets them wrong."""
-    qwen3 = lower(families.oracle("qwen3"), tmp_path, "a16w4", "qwen3")
+    four = replace(get_npu_recipe("a16w4"), max_damage=None)
+    qwen3 = lower(families.oracle("qwen3"), tmp_path, four, "qwen3")
+    assert "int4-b16" in {slot.after for slot in qwen3.slots}
     for lowered in (llama, qwen3):
         tokens = TEXTS[1][:12]
         on_cpu = logits_of(opened(lowered), tokens)
@@ -182,7 +185,7 @@ def test_without_half_precision_an_attention_sink_would_drown_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = with_a_sink(60)
-    monkeypatch.setattr(npu_qdq, "COARSE", np.inf)
+    monkeypatch.setattr(npu_scales, "COARSE", np.inf)
     lowered = lower(model, tmp_path, calibration=SINK_TEXTS)
     assert lowered.notes["massive"] == []
     found = logits_of(opened(lowered), SINK)
@@ -237,16 +240,42 @@ def test_scales_cover_zero_and_round_to_the_nearest_code() -> None:
 
 
 def test_every_slot_is_reported_once_with_its_bits(tmp_path: Path) -> None:
-    recipe = with_npu_overrides(get_npu_recipe("a16w4"), parse_npu_overrides("layers.1.*=int8"))
+    recipe = replace(get_npu_recipe("a16w4"), max_damage=None)
+    recipe = with_npu_overrides(recipe, parse_npu_overrides("layers.1.*=int8"))
     lowered = lower(families.oracle("llama"), tmp_path, recipe)
     assert Counter(slot.after for slot in lowered.slots) == {
         "int8-b32": 1,  # the embedding
-        "int4-channel": 4,
+        "int4-b16": 4,
         "int8-channel": 4 + 1,  # the second layer, and the head
     }
     assert len({slot.slot for slot in lowered.slots}) == len(lowered.slots)
     by_slot = {slot.slot: slot for slot in lowered.slots}
     assert by_slot["layers.0.down"].bytes_after < 0.6 * by_slot["layers.1.down"].bytes_after
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"),
+    [
+        (0.0, [f"layers.{n}.{part}" for n in range(2) for part in ("qkv", "attn_out", "gate_up", "down")]),
+        (99.0, []),
+    ],
+)
+def test_slots_keep_eight_bits_until_what_the_others_cost_is_within_the_limit(
+    limit: float, kept: list[str], tmp_path: Path
+) -> None:
+    recipe = replace(get_npu_recipe("a16w4"), max_damage=limit)
+    lowered = lower(families.oracle("llama"), tmp_path, recipe, widths=(1,))
+    assert lowered.notes["overrides"] == dict.fromkeys(kept, 8)
+    assert {slot.slot for slot in lowered.slots if slot.after == "int8-channel"} == {*kept, "head"}
+
+
+def test_a_slot_that_the_user_decided_on_is_left_to_him(tmp_path: Path) -> None:
+    recipe = replace(get_npu_recipe("a16w4"), max_damage=0.0, overrides=(("layers.0.*", 4),))
+    lowered = lower(families.oracle("qwen2"), tmp_path, recipe, "qwen2", widths=(1,))
+    after = {slot.slot: slot.after for slot in lowered.slots}
+    assert after["layers.0.qkv"] == "int4-channel"  # its product has a bias, so it takes no blocks
+    assert after["layers.0.down"] == "int4-b16"
+    assert after["layers.1.down"] == "int8-channel"
 
 
 def test_recipes_refuse_what_an_npu_does_not_have() -> None:

@@ -7,7 +7,9 @@ the integers that they are: past and present of a tensor have one scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +19,26 @@ from numpy.typing import NDArray
 from outrider.errors import ExportError
 from outrider.export.calibrate import LayerMoments
 from outrider.export.config import ModelConfig
+from outrider.export.damage import slot_damages
 from outrider.export.lowered import Lowered
 from outrider.export.npu_calibrate import calibrate_ranges
-from outrider.export.npu_embedding import write_embedding
-from outrider.export.npu_graph import NpuGraph, lay_out, row_count
-from outrider.export.npu_qdq import (
-    DataStore,
-    Scale,
-    choose_scales,
-    massive_slots,
-    store_weights,
-    stream_scale,
-    write_quantized,
-)
+from outrider.export.npu_embedding import EmbeddingTable, write_embedding
+from outrider.export.npu_graph import NpuGraph, Numerics, lay_out, row_count
+from outrider.export.npu_qdq import write_quantized
+from outrider.export.npu_scales import Scale, choose_scales, massive_slots, stream_scale
+from outrider.export.npu_weights import DataStore, pack_slot, store_weights
 from outrider.export.onnx import check_request, graph_meta
 from outrider.export.rope import rope_frequencies
-from outrider.export.slots import SlotWeights, matrix_slots, slot_shape
-from outrider.quantize.npu_recipes import NpuRecipe
+from outrider.export.slots import SlotWeights, has_bias, matrix_slots, slot_shape
+from outrider.quantize.channels import ChannelMatrix
+from outrider.quantize.npu_recipes import NpuRecipe, with_npu_overrides
 from outrider.quantize.ranges import Range
+from outrider.quantize.sensitivity import choose_overrides
 
 __all__ = ["export_npu", "npu_meta"]
 
 DATA, EMBEDDING = "weights.data", "embedding.i8"
+DAMAGE_TEXTS, DAMAGE_TOKENS = 3, 96  # that slots are ranked on
 Progress = Callable[[str, int, int], None]
 
 
@@ -62,26 +62,9 @@ def export_npu(
     check_request(config, "split", max_context, widths, ())
     place.mkdir(parents=True, exist_ok=True)
     table, embedding, embedding_report = write_embedding(config, weights, place / EMBEDDING)
-    report = (lambda part: progress("calibration", round(100 * part), 100)) if progress else None
-
-    def calibrated(stream: float) -> dict[str, Range]:
-        found = calibrate_ranges(
-            config,
-            weights,
-            table,
-            calibration,
-            max_context=max_context,
-            stream=stream,
-            progress=report,
-        )
-        return {**found, **host_ranges(config, max_context, table.extremes())}
-
-    shape = lay_out(config, weights, max_context=max_context, width=1, rows=1)
-    ranges = calibrated(1.0)
-    stream = stream_scale(shape, ranges)
-    if stream != 1.0:
-        ranges = calibrated(stream)
-    massive = massive_slots(shape, ranges)
+    ranges, numerics = calibrated(config, weights, table, calibration, max_context, progress)
+    recipe = with_npu_overrides(recipe, sensitive_slots(weights, recipe, calibration, numerics.massive))
+    numerics = replace(numerics, blocked=blocked_slots(config, recipe) - numerics.massive)
     graphs = {
         width: lay_out(
             config,
@@ -89,8 +72,7 @@ def export_npu(
             max_context=max_context,
             width=width,
             rows=row_count(width),
-            massive=massive,
-            stream=stream,
+            numerics=numerics,
         )
         for width in sorted(widths)
     }
@@ -114,8 +96,73 @@ def export_npu(
         slots=reports,
         functions=functions,
         embedding_file=place / EMBEDDING,
-        notes={"massive": massive, "stream": stream},
+        notes={
+            "massive": sorted(numerics.massive),
+            "stream": numerics.stream,
+            "overrides": dict(recipe.overrides),
+        },
     )
+
+
+def calibrated(
+    config: ModelConfig,
+    weights: SlotWeights,
+    table: EmbeddingTable,
+    texts: Sequence[Sequence[int]],
+    max_context: int,
+    progress: Progress | None,
+) -> tuple[dict[str, Range], Numerics]:
+    """Ranges of all activations, and what of the model cannot be left to 16-bit integers."""
+    report = (lambda part: progress("calibration", round(100 * part), 100)) if progress else None
+
+    def run(numerics: Numerics) -> dict[str, Range]:
+        found = calibrate_ranges(
+            config, weights, table, texts, max_context=max_context, numerics=numerics, progress=report
+        )
+        return {**found, **host_ranges(config, max_context, table.extremes())}
+
+    shape = lay_out(config, weights, max_context=max_context, width=1, rows=1)
+    numerics, ranges = Numerics(), run(Numerics())
+    stream = stream_scale(shape, ranges)
+    if stream != 1.0:
+        numerics = Numerics(stream=stream)
+        ranges = run(numerics)
+    return ranges, replace(numerics, massive=frozenset(massive_slots(shape, ranges)))
+
+
+def blocked_slots(config: ModelConfig, recipe: NpuRecipe) -> frozenset[str]:
+    """The slots whose weights have multipliers in blocks: products with a bias take none."""
+    slots = [slot for slot in matrix_slots(config)[1:] if not has_bias(config, slot)]
+    return frozenset(slot for slot in slots if recipe.block_for(slot, slot_shape(config, slot)[1]))
+
+
+def sensitive_slots(
+    weights: SlotWeights, recipe: NpuRecipe, sequences: Sequence[Sequence[int]], spared: Collection[str]
+) -> tuple[tuple[str, int], ...]:
+    """The slots that have to keep 8 bits for the recipe's `max_damage`, as overrides; none where it sets no limit.
+
+    `spared` slots are not rounded at all, and what the recipe's overrides say stands. Each of the others is rounded
+    alone, and what that costs is measured on the beginnings of a few calibration texts.
+    """
+    config = weights.config
+    told = [pattern for pattern, _ in recipe.overrides]
+    slots = [
+        slot
+        for slot in matrix_slots(config)[1:]
+        if recipe.bits_for(slot) == 4
+        and slot not in spared
+        and not any(fnmatchcase(slot, pattern) for pattern in told)
+    ]
+    if recipe.max_damage is None or not slots:
+        return ()
+    moments = slot_moments(weights, recipe, sequences)
+
+    def pack(slot: str, weight: NDArray[np.float32]) -> ChannelMatrix:
+        return pack_slot(slot, weight, recipe, moments, blocked=not has_bias(config, slot))
+
+    longest = sorted(sequences, key=len, reverse=True)[:DAMAGE_TEXTS]
+    texts = [np.asarray(ids[:DAMAGE_TOKENS], np.int64) for ids in longest]
+    return choose_overrides(slot_damages(weights, pack, texts, slots=slots), max_damage=recipe.max_damage)
 
 
 def host_ranges(config: ModelConfig, max_context: int, embedding: tuple[float, float]) -> dict[str, Range]:

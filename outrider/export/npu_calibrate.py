@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from outrider.errors import UsageError
 from outrider.export.config import ModelConfig
-from outrider.export.npu_graph import NpuGraph, lay_out
-from outrider.export.npu_qdq import size_of, top_of, write_float
+from outrider.export.npu_graph import NpuGraph, Numerics, lay_out
+from outrider.export.npu_qdq import write_float
+from outrider.export.npu_scales import size_of, top_of
 from outrider.export.rope import rope_tables
 from outrider.export.slots import SlotWeights
 from outrider.quantize.ranges import Range, activation_ranges
@@ -38,7 +39,7 @@ def calibrate_ranges(
     sequences: Sequence[Sequence[int]],
     *,
     max_context: int,
-    stream: float = 1.0,
+    numerics: Numerics | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> dict[str, Range]:
     """The range of every activation over real text, and of the largest score of each row before a softmax.
@@ -51,7 +52,9 @@ def calibrate_ranges(
             f"the calibration text has {tokens} tokens; ranges need at least {MIN_TOKENS}, better a few thousand"
         )
     width = min(WIDTH, max_context, max(len(sequence) for sequence in sequences))
-    graph = lay_out(config, weights, max_context=max_context, width=width, rows=width, cache=1, stream=stream)
+    graph = lay_out(
+        config, weights, max_context=max_context, width=width, rows=width, cache=1, numerics=numerics
+    )
     feeds = [calibration_inputs(config, graph, embed(ids), max_context) for ids in _chunks(sequences, width)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "float.onnx"

@@ -6,7 +6,7 @@ found at one width serve all. `npu_qdq.py` writes the graph with or without quan
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from outrider.export.onnx import mask_kinds
 from outrider.export.rope import rotary_size
 from outrider.export.slots import SlotWeights, slot_shape
 
-__all__ = ["NpuGraph", "NpuNode", "Value", "WeightPart", "lay_out", "row_count"]
+__all__ = ["NpuGraph", "NpuNode", "Numerics", "Value", "WeightPart", "lay_out", "row_count"]
 
 WIDE = 8  # widths above return logits of one row: a prefill needs no more
 
@@ -54,6 +54,20 @@ class Value:
 
     shape: tuple[int, ...]
     kind: Literal["activation", "index"] = "activation"
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How some of a model is computed, found by calibration.
+
+    `massive` slots (of `down`) multiply in half precision, see `npu_scales.massive_slots`. `stream` shrinks the
+    residual stream, which norms undo, where it would leave the range of half precision. `blocked` slots are plain
+    products, since convolutions take no blocks of weights.
+    """
+
+    massive: frozenset[str] = frozenset()
+    stream: float = 1.0
+    blocked: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -145,20 +159,16 @@ def lay_out(
     width: int,
     rows: int,
     cache: int | None = None,
-    massive: Collection[str] = (),
-    stream: float = 1.0,
+    numerics: Numerics | None = None,
 ) -> NpuGraph:
     """The graph of one static width: W = `width` tokens over a cache of M = `max_context` (or `cache`) rows.
 
     Inputs `x` [1, W, D], `rows` [R] int32, `mask_<kind>` [1, 1, W, M + W], `cos_<kind>`, `sin_<kind>`
     [1, 1, W, rotary/2], `past_key_<l>` [1, G, d, M], `past_value_<l>` [1, G, M, d]; outputs `logits` [1, R, V],
-    `present_key_<l>` [1, G, d, W], `present_value_<l>` [1, G, W, d]. `massive` slots (of `down`) multiply in
-    floating point: see `npu_qdq.massive_slots`. `stream` shrinks the residual stream, which norms undo, where it
-    would leave the range of half precision.
+    `present_key_<l>` [1, G, d, W], `present_value_<l>` [1, G, W, d].
     """
-    kinds = mask_kinds(config, max_context)
-    builder = Layout(config, weights, kinds, cache or max_context, width, rows)
-    builder.massive, builder.stream = frozenset(massive), stream
+    builder = Layout(config, weights, numerics or Numerics(), cache or max_context, width, rows)
+    builder.kinds = mask_kinds(config, max_context)
     builder.declare()
     for step in trace_steps(config, max_context):
         builder.add(step)
@@ -169,18 +179,16 @@ class Layout:
     """Turns coarse steps into nodes. Activations of a token are [1, 1, W, D], the last axis the channels."""
 
     def __init__(
-        self, config: ModelConfig, weights: SlotWeights, kinds: Mapping[str, str], M: int, W: int, R: int
+        self, config: ModelConfig, weights: SlotWeights, numerics: Numerics, M: int, W: int, R: int
     ) -> None:
-        self.config, self.weights = config, weights
+        self.config, self.weights, self.numerics = config, weights, numerics
         self.M, self.W, self.R = M, W, R
         self.graph = NpuGraph()
-        self.massive: frozenset[str] = frozenset()
+        self.kinds: Mapping[str, str] = {}  # layer type -> mask
         self.known: dict[str, tuple[str, ...]] = {}  # coarse value -> tensors: several where a slot has parts
-        self.kinds = kinds
         self.masks: dict[str, str] = {}  # mask input -> the mask of all heads of a group
         self.counts: dict[str, int] = {}
         self.laid: set[str] = set()  # what products read, channels first
-        self.stream = 1.0
 
     def declare(self) -> None:
         """The graph's inputs."""
@@ -222,7 +230,7 @@ class Layout:
         """Elementwise arithmetic of the decoder itself: the residual stream, and the cap on logits."""
         names = {"Add": "residual", "Div": "capped.quotient", "Tanh": "capped.tanh", "Mul": "capped"}
         inputs = [self.value(name) for name in step.inputs]
-        if step.operator == "Add" and "x.rows" in inputs and self.stream != 1.0:
+        if step.operator == "Add" and "x.rows" in inputs and self.numerics.stream != 1.0:
             inputs[inputs.index("x.rows")] = self.shrunk("x.rows")
         output = self.fresh(names[step.operator])
         self.graph.node(step.operator, inputs, output)
@@ -234,14 +242,14 @@ class Layout:
 
     def shrunk(self, x: str) -> str:
         """The rows from the host on the scale of the residual stream."""
-        self.graph.vectors["stream"] = np.full(1, self.stream, np.float32)
+        self.graph.vectors["stream"] = np.full(1, self.numerics.stream, np.float32)
         self.graph.floating |= {"stream", f"{x}.shrunk"}
         return self.graph.node("Mul", [x, "stream"], f"{x}.shrunk")
 
     def update_factor(self, part: str) -> float:
         """What the outputs of a product or norm are multiplied with: those that enter the residual stream."""
         last = ("attn_post_norm", "mlp_post_norm") if self.config.sandwich_norms else ("attn_out", "down")
-        return self.stream if part in last else 1.0
+        return self.numerics.stream if part in last else 1.0
 
     def _finish(self, step: CoarseStep, *tensors: str) -> None:
         """Remember what a step returned; the logits leave the graph."""
@@ -273,7 +281,7 @@ class Layout:
         inputs = [x, f"{slot}.multipliers"]
         epsilon = float(self.config.norm_eps)
         if x in self.graph.floating:
-            epsilon *= self.stream**2
+            epsilon *= self.numerics.stream**2
         return self.graph.node("RMSNormalization", inputs, output, axis=-1, epsilon=epsilon)
 
     def _linear(self, step: CoarseStep) -> None:
@@ -291,7 +299,7 @@ class Layout:
             self._finish(step, self.product(x, WeightPart(slot, (0, N), self.update_factor(part)), slot))
             if part == "down":
                 self.graph.sized |= {x, slot}
-            if slot in self.massive:
+            if slot in self.numerics.massive:
                 tensors = (x, f"{x}.columns", f"{slot}.weight", f"{slot}.bias", f"{slot}.product", slot)
                 self.graph.floating.update(tensors)
             return
@@ -305,6 +313,9 @@ class Layout:
     def product(self, x: str, part: WeightPart, output: str) -> str:
         """x Wᵀ + b as a 1×1 convolution over the tokens: [1, 1, R, K] -> [1, 1, R, N]."""
         g = self.graph
+        if part.slot in self.numerics.blocked:
+            g.weights[f"{output}.weight"] = part
+            return g.node("MatMul", [x, f"{output}.weight"], output)
         columns = f"{x}.columns"
         if columns not in self.laid:
             self.laid.add(g.transpose(x, (0, 3, 1, 2), columns))  # [1, K, 1, R]

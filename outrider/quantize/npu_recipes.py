@@ -23,7 +23,9 @@ class NpuRecipe:
 
     `overrides` (glob pattern, bits): the first match wins, before the defaults. `method` is how weights are
     rounded, see `channels.pack_channels`; compensating errors pays at 8 bits too: in SmolLM2-135M it more than
-    halves what 8-bit weights cost.
+    halves what 8-bit weights cost. 4-bit rows get a whole multiplier for every `block` inputs. With `max_damage`,
+    the export finds the slots that must keep 8 bits, until what the others cost is predicted to be at most
+    so many nats a token (`sensitivity.choose_overrides`).
     """
 
     name: str
@@ -31,6 +33,8 @@ class NpuRecipe:
     head: int = 8
     method: ChannelMethod = "gptq"
     overrides: Overrides = ()
+    block: int | None = None
+    max_damage: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse bits that no accelerator multiplies with."""
@@ -47,13 +51,19 @@ class NpuRecipe:
                 return bits
         return self.head if slot == "head" else self.linear
 
+    def block_for(self, slot: str, inputs: int) -> int | None:
+        """How many inputs share a multiplier, None where a row has one scale."""
+        fits = self.block is not None and self.bits_for(slot) == 4 and inputs % self.block == 0
+        return self.block if fits else None
+
     def method_for(self, inputs: int) -> ChannelMethod:
         """How weights of so many inputs are rounded: `mse` where inverting their moment would take gigabytes."""
         return "mse" if self.method == "gptq" and inputs > GPTQ_INPUTS else self.method
 
 
 NPU_RECIPES: dict[str, NpuRecipe] = {
-    recipe.name: recipe for recipe in (NpuRecipe("a16w8", 8), NpuRecipe("a16w4", 4))
+    recipe.name: recipe
+    for recipe in (NpuRecipe("a16w8", 8), NpuRecipe("a16w4", 4, block=16, max_damage=0.02))
 }
 """Every named recipe of this kind."""
 
