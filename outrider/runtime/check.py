@@ -30,6 +30,7 @@ PROMPTS = (
     "Explain in two sentences what a lighthouse is for.",
     "Write a short Python function that adds two numbers.",
 )
+DRAFTED = (2, 5)  # tokens a round
 UNEVALUATED_TOKENS = 48  # as many as a probe holds
 Progress = Callable[[str, float], None]
 
@@ -162,11 +163,13 @@ def _unevaluated(pipeline: Pipeline, graph: Graph) -> Probe:
 
 def _check_texts(pipeline: Pipeline, max_tokens: int, noise: float, tell: Progress) -> list[TextCheck]:
     results: list[TextCheck] = []
+    widest = max(pipeline.engine.target.widths or (max(DRAFTED) + 1,))
+    lengths = sorted({min(k, widest - 1) for k in DRAFTED} - {0})
     for index, prompt in enumerate(PROMPTS):
         tell("greedy text", index / len(PROMPTS))
         plain = _greedy(pipeline, prompt, None, 0, max_tokens)
         for drafter in pipeline.engine.drafters:
-            for k in (2, 5):
+            for k in lengths:
                 drafted = _greedy(pipeline, prompt, drafter, k, max_tokens)
                 results.append(_compare(drafter, k, plain, drafted, noise))
     return results
