@@ -31,6 +31,7 @@ CLIP_RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45,
 GPTQ_RATIOS = (1.0, 0.9, 0.8, 1.1)  # of the scale that the search without compensation finds
 BLOCK_SIZES = (16, 32, 64)
 MULTIPLIERS = 16  # the largest of a block
+DAMPING = 0.05  # of GPTQ: more than a hundredth, as a few thousand tokens are little for a thousand inputs
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def _ordered_inverse(moment: FloatArray) -> tuple[FloatArray, NDArray[np.intp]]:
     With one scale a row, the order is free.
     """
     order = np.argsort(-moment.diagonal(), kind="stable")
-    return inverse_factor(moment[np.ix_(order, order)]), order
+    return inverse_factor(moment[np.ix_(order, order)], DAMPING), order
 
 
 def _peak_scales(rows: FloatArray, bits: int) -> FloatArray:
