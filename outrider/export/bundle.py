@@ -86,7 +86,8 @@ def export_bundle(
         if options.evaluate:
             from outrider.export.evaluate import evaluate_bundle
 
-            manifest = evaluate_bundle(folder, manifest, checkpoints, progress, options.allow_quality)
+            allow, extent = options.allow_quality, options.extent
+            manifest = evaluate_bundle(folder, manifest, checkpoints, progress, allow, extent)
             report.quality = dict(manifest.quality)
             write_manifest(folder, manifest)
     return report

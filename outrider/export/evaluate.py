@@ -1,6 +1,6 @@
 """What an export cost: each role against its float reference; the pair's acceptance, float and quantized.
 
-The fixed evaluation is 2,048 tokens of WikiText-2 and 512 tokens that the exported target wrote itself. The
+The evaluation is 2,048 tokens of WikiText-2 and 512 tokens that the exported target wrote itself. The
 float side comes from `reference.py`, one layer in memory at a time; the other side is the shipped graph.
 """
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from outrider.contracts import Float32Array, Graph, IntArray
 from outrider.errors import ExportError
+from outrider.export.options import WHOLE, Extent
 from outrider.export.prove import OwnTexts, Prover, skip_rows, text_rows
 from outrider.export.reference import FloatReference
 from outrider.export.slots import SlotWeights, Tensors
@@ -31,8 +32,6 @@ from outrider.runtime.timing import timing_of
 __all__ = ["PROBE", "evaluate_bundle"]
 
 PROBE = "probe.npz"  # for `outrider check`: tokens [S], rows [R], logits [R, V] of the float reference, twice
-WIKITEXT_TOKENS = 2048
-OWN_TOKENS = 512
 SEGMENT = 1024  # tokens in one teacher-forced sequence
 PROBE_TOKENS, PROBE_ROWS = 48, 4
 SAMPLE_PROMPT = "The lighthouse keeper"
@@ -52,6 +51,7 @@ def evaluate_bundle(
     checkpoints: Mapping[str, Tensors],
     progress: Progress | None = None,
     allow_quality: bool = False,
+    extent: Extent = WHOLE,
 ) -> Manifest:
     """Measure the bundle in `folder`, write its probes, and return its manifest with quality, timing and probes.
 
@@ -60,8 +60,8 @@ def evaluate_bundle(
     with load(folder) as pipeline:
         graphs = _graphs(pipeline)
         shortest = min(entry.max_context for role in manifest.roles.values() for entry in role.graphs)
-        wikitext = _segments(pipeline.tokenizer.encode(evaluation_text()), shortest)
-        own = _own_texts(pipeline, shortest)
+        wikitext = _segments(pipeline.tokenizer.encode(evaluation_text())[: extent.wikitext], shortest)
+        own = _own_texts(pipeline, shortest, extent.own)
         placed = {place.path: graphs[place.role] for place in pipeline.placement}
         prover = Prover(folder, own, graphs["target"], placed, progress)
         quality: dict[str, Any] = {}
@@ -127,15 +127,15 @@ def _draft_ids(folder: Path, pipeline: Pipeline) -> IntArray | None:
 
 
 def _segments(tokens: Sequence[int], longest: int) -> list[IntArray]:
-    ids = np.asarray(tokens[:WIKITEXT_TOKENS], np.int64)
+    ids = np.asarray(tokens, np.int64)
     size = min(SEGMENT, longest)
     return [ids[start : start + size] for start in range(0, len(ids), size)]
 
 
-def _own_texts(pipeline: Pipeline, longest: int) -> OwnTexts:
+def _own_texts(pipeline: Pipeline, longest: int, tokens: int) -> OwnTexts:
     """Prompts with the target's own greedy answers, and a sample behind a few plain words."""
     texts, skips = [], []
-    budget = max(8, min(OWN_TOKENS // len(PROMPTS), longest // 2))
+    budget = max(8, min(tokens // len(PROMPTS), longest // 2))
     for prompt in PROMPTS:
         ids = _prompt_ids(pipeline, prompt)[: longest // 4]
         texts.append(_continued(pipeline, ids, budget))

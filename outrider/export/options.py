@@ -12,9 +12,20 @@ from outrider.quantize.recipes import check_role, get_recipe, parse_overrides, w
 if TYPE_CHECKING:
     from outrider.quantize.schemes import Recipe
 
-__all__ = ["ExportOptions", "RoleOptions"]
+__all__ = ["WHOLE", "ExportOptions", "Extent", "RoleOptions"]
 
 LEAST_CONTEXT = 16
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much text a bundle is measured on, in tokens: of WikiText-2, and that the target writes itself."""
+
+    wikitext: int = 2048
+    own: int = 512
+
+
+WHOLE = Extent()
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,7 @@ class ExportOptions:
     npu_target: bool = False
     calibration: Path | None = None
     allow_quality: bool = False
+    extent: Extent = WHOLE
 
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured."""
