@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from outrider.runtime.pipeline import Pipeline, Result
     from outrider.runtime.profiling.heat_replay import HeatReplay, Stretch
 
-__all__ = ["command"]
+__all__ = ["command", "indent", "usable"]
 
 
 @dataclass(frozen=True)
@@ -93,15 +93,31 @@ COOL_S = 15.0  # of the trace, before it gets warm: at least one text should fit
     show_default=True,
     help="Generate at most so many tokens a text.",
 )
-def command(pair: str, output: Path | None, mirror: str | None, force: bool, max_tokens: int) -> None:
+@click.option(
+    "--device",
+    help="Make the bundle of this Snapdragon instead, and prove its draft on the NPU's emulator.",
+)
+def command(
+    pair: str,
+    output: Path | None,
+    mirror: str | None,
+    force: bool,
+    max_tokens: int,
+    device: str | None,
+) -> None:
     """Fetch, export, check and decode a real model, with and without a draft, and under recorded heat."""
+    from outrider.cli.demo_device import demo_device
     from outrider.export.fetch import cache_folder
 
     chosen = PAIRS[pair]
-    bundle = output or cache_folder() / "bundles" / f"demo-{pair}"
+    name = f"demo-{pair}" if device is None else f"demo-{pair}-{device}"
+    bundle = output or cache_folder() / "bundles" / name
     click.echo(f"Outrider demo: {chosen.about}\n")
     bar = ProgressBar()
     try:
+        if device is not None:
+            demo_device(device, chosen, bundle, mirror, force, bar)
+            return
         _bundle(bundle, chosen, mirror, force, bar)
         _check(bundle, bar)
         plain = _decode(bundle, max_tokens, bar)
@@ -117,7 +133,7 @@ def _bundle(bundle: Path, pair: Pair, mirror: str | None, force: bool, bar: Prog
     from outrider.export.fetch import fetch
 
     click.echo("1. Fetch and export")
-    if not force and _usable(bundle, pair):
+    if not force and usable(bundle, pair):
         click.echo(f"   {bundle} is there from an earlier run (--force exports again)\n")
         return
     begin = time.monotonic()
@@ -134,11 +150,11 @@ def _bundle(bundle: Path, pair: Pair, mirror: str | None, force: bool, bar: Prog
     )
     report = export_bundle(options, bar)
     bar.close()
-    click.echo(_indent(describe(report)))
+    click.echo(indent(describe(report)))
     click.echo(f"   exported in {time.monotonic() - begin:.0f} s\n")
 
 
-def _usable(bundle: Path, pair: Pair) -> bool:
+def usable(bundle: Path, pair: Pair, device: str = "host") -> bool:
     """Whether an earlier run left the bundle that this run would make."""
     from importlib.metadata import version
 
@@ -149,10 +165,11 @@ def _usable(bundle: Path, pair: Pair) -> bool:
     except BundleError:
         return False
     models = {source.role: source.model for source in manifest.sources}
-    recipes = {role: entry.graphs[0].recipe for role, entry in manifest.roles.items()}
+    recipes = {role: entry.graphs[-1].recipe for role, entry in manifest.roles.items()}
     wanted = {"target": pair.precision, "draft": pair.draft_precision}
     made = {"target": pair.target, "draft": pair.draft}
-    return manifest.tool_version == version("outrider") and models == made and recipes == wanted
+    same = (manifest.tool_version, manifest.device) == (version("outrider"), device)
+    return same and models == made and recipes == wanted
 
 
 def _check(bundle: Path, bar: ProgressBar) -> None:
@@ -162,7 +179,7 @@ def _check(bundle: Path, bar: ProgressBar) -> None:
     click.echo("2. Check: hashes, logits against the float reference, row independence, text")
     result = check_bundle(bundle, progress=bar)
     bar.close()
-    click.echo(_indent(describe(result)) + "\n")
+    click.echo(indent(describe(result)) + "\n")
     if not result.ok:
         raise OutriderError("the bundle did not pass its check; see the problems above")
 
@@ -176,7 +193,7 @@ def _decode(bundle: Path, max_tokens: int, bar: ProgressBar) -> Result:
         click.echo("3. Decode: the same prompt without and with speculation")
         plain = _answer(pipeline, max_tokens, k=0)
         drafted = _answer(pipeline, max_tokens, k=5, drafter="lookup")
-        click.echo(_indent(plain.text.strip()))
+        click.echo(indent(plain.text.strip()))
         index = first_difference(plain.tokens, drafted.tokens)
         same = "identical, token by token" if index is None else f"differs at token {index} (near-tie)"
         click.echo(f"   text with lookup k=5: {same} ({len(plain.tokens)} tokens)")
@@ -281,5 +298,6 @@ def _rate(result: Result) -> str:
     return f"{speed} in {stats.rounds} rounds, acceptance {stats.acceptance:.2f}"
 
 
-def _indent(text: str) -> str:
+def indent(text: str) -> str:
+    """Lines of a step, under its heading."""
     return "\n".join(f"   {line}".rstrip() for line in text.splitlines())

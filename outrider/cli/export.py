@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outrider.export.bundle import ExportReport, RoleOptions
     from outrider.quantize.report import SlotReport
 
-__all__ = ["command"]
+__all__ = ["command", "describe", "proof_line"]
 
 
 @click.command(name="export")
@@ -199,7 +199,7 @@ def describe(report: ExportReport) -> str:
             continue
         if role == "graphs":
             lines += ["\ngraphs beside their float reference, on the target's own text:"]
-            lines += [f"  {name}: {_proof(record)}" for name, record in quality.items()]
+            lines += [f"  {name}: {proof_line(record)}" for name, record in quality.items()]
             continue
         lines.append(f"\n{role} against its float reference:" if role != "pair" else "\npair:")
         lines += [f"  {name:32} {_number(value)}" for name, value in quality.items()]
@@ -211,7 +211,7 @@ def _notes(notes: Mapping[str, Any]) -> list[str]:
     return [f"  {name}: {value}" for name, value in notes.items() if name != "operators"]
 
 
-def _proof(record: Mapping[str, Any]) -> str:
+def proof_line(record: Mapping[str, Any]) -> str:
     """What was found about one graph, in a line."""
     parts = [str(record["via"] or "NOT executed")]
     if record.get("positions"):
@@ -225,10 +225,12 @@ def _proof(record: Mapping[str, Any]) -> str:
         parts.append(f"BELOW its gate, allowed by --allow-quality: {'; '.join(record['below'])}")
     text = "; ".join(parts)
     evaluated = record.get("evaluator")
-    return text if evaluated is None else f"{text}\n    by the evaluator: {_proof(_as_proof(evaluated))}"
+    return (
+        text if evaluated is None else f"{text}\n    by the evaluator: {proof_line(_asproof_line(evaluated))}"
+    )
 
 
-def _as_proof(figures: Mapping[str, Any]) -> dict[str, Any]:
+def _asproof_line(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {"via": "CPU kernels", "passed": True, **figures}
 
 
