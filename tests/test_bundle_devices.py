@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import outrider
 from outrider.cli.check import describe
@@ -299,3 +300,27 @@ def test_a_calibration_file_that_says_too_little_is_refused(
     options = {"device": "snapdragon-8-gen3", "backends": ("onnxruntime", "qnn"), "calibration": path}
     with pytest.raises(UsageError, match=message):
         export_tiny(tmp_path / "out" / "bundle", *pair, **options)
+
+
+@emulated
+def test_the_demo_of_a_device_proves_its_draft_and_leaves_the_text_alone(
+    tiny_models: Models, traced_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.cli import cli, demo
+
+    model = str(tiny_models["target"])
+    monkeypatch.setitem(demo.PAIRS, "smollm2", demo.Pair(model, "fp32", model, "fp32", "a tiny pair"))
+    words = ["demo", "--device", "snapdragon-8-gen3", "-o", str(tmp_path / "bundle")]
+    done = CliRunner().invoke(cli, words, catch_exceptions=False)
+    assert done.exit_code == 0
+    for said in (
+        "draft on npu by onnxruntime-qnn, a16w8, 256 tokens *",
+        "draft/npu/w1.onnx: emulator; ",
+        "by the evaluator: CPU kernels; ",
+        "8 tokens, identical to plain decoding",
+        "EMULATED: ",
+        "All of it took ",
+    ):
+        assert said in done.output
+    with pytest.raises(UsageError, match="unknown device 'toaster'"):
+        CliRunner().invoke(cli, [*words[:1], "--device", "toaster"], catch_exceptions=False)
