@@ -63,7 +63,9 @@ def export_npu(
     place.mkdir(parents=True, exist_ok=True)
     table, embedding, embedding_report = write_embedding(config, weights, place / EMBEDDING)
     ranges, numerics = calibrated(config, weights, table, calibration, max_context, progress)
-    recipe = with_npu_overrides(recipe, sensitive_slots(weights, recipe, calibration, numerics.massive))
+    recipe = with_npu_overrides(
+        recipe, sensitive_slots(weights, recipe, calibration, numerics.massive, progress)
+    )
     numerics = replace(numerics, blocked=blocked_slots(config, recipe) - numerics.massive)
     graphs = {
         width: lay_out(
@@ -137,7 +139,11 @@ def blocked_slots(config: ModelConfig, recipe: NpuRecipe) -> frozenset[str]:
 
 
 def sensitive_slots(
-    weights: SlotWeights, recipe: NpuRecipe, sequences: Sequence[Sequence[int]], spared: Collection[str]
+    weights: SlotWeights,
+    recipe: NpuRecipe,
+    sequences: Sequence[Sequence[int]],
+    spared: Collection[str],
+    progress: Progress | None = None,
 ) -> tuple[tuple[str, int], ...]:
     """The slots that have to keep 8 bits for the recipe's `max_damage`, as overrides; none where it sets no limit.
 
@@ -164,7 +170,9 @@ def sensitive_slots(
 
     longest = sorted(held, key=len, reverse=True)[:DAMAGE_TEXTS]
     texts = [np.asarray(ids[:DAMAGE_TOKENS], np.int64) for ids in longest]
-    return choose_overrides(slot_damages(weights, pack, texts, slots=slots), max_damage=recipe.max_damage)
+    report = (lambda part: progress("sensitivity", round(100 * part), 100)) if progress else None
+    damages = slot_damages(weights, pack, texts, slots=slots, progress=report)
+    return choose_overrides(damages, max_damage=recipe.max_damage)
 
 
 def host_ranges(config: ModelConfig, max_context: int, embedding: tuple[float, float]) -> dict[str, Range]:
