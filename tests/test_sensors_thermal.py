@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.power.sensors.cpufreq import Cpufreq, IntelThrottle
-from outrider.power.sensors.sysfs import read_number
+from outrider.power.sensors.sysfs import load, read_number
 from outrider.power.sensors.system import System
 from outrider.power.sensors.thermal import Thermal, Trip, unit_of
 from tests.boards import CPUS, THERMAL, coolers, devfreq, intel_laptop, orin_nano, policy, zones
@@ -174,6 +174,18 @@ def test_a_cooler_without_states_or_unreadable_has_a_reason(board: Board) -> Non
     }  # fmt: skip
 
 
+def test_a_cooler_s_highest_state_is_kept_until_it_cannot_be_right(board: Board) -> None:
+    board.add(coolers({"cpufreq-cpu0": (1, 4)}))
+    sensor, cooler = only(Thermal.find(board.system)), f"{THERMAL}/cooling_device0"
+    shares = []
+    for state, most in ((1, 4), (2, 4), (6, 8), (8, 8)):  # the driver was loaded again with more states
+        board.add({f"{cooler}/cur_state": state, f"{cooler}/max_state": most})
+        shares += values(sensor.read(), "throttle").values()
+    assert shares == [0.25, 0.5, 0.75, 1.0]
+    board.add({f"{cooler}/cur_state": 9, f"{cooler}/max_state": 0})
+    assert reasons(sensor.read(), "throttle") == {"cooling:cpufreq-cpu0": "has no states"}
+
+
 def test_clocks_are_in_hertz_and_a_thermal_cap_shows_in_the_limit(board: Board) -> None:
     board.add(policy(0, 600_000, 1_900_000, 2_400_000))
     readings = only(Cpufreq.find(board.system)).read()
@@ -188,6 +200,25 @@ def test_the_hardwares_own_clock_comes_before_the_requested_one(board: Board) ->
     assert values(only(Cpufreq.find(board.system)).read(), "clock") == {"cpufreq:policy0": 1e9}
     board.break_file(f"{CPUS}/cpufreq/policy0/cpuinfo_cur_freq", errno.EACCES)
     assert values(only(Cpufreq.find(board.system)).read(), "clock") == {"cpufreq:policy0": 2.4e9}
+
+
+def test_a_clock_whose_file_is_another_after_a_failure_is_found_again(board: Board) -> None:
+    board.add(policy(0, 2_400_000, 2_400_000, 2_400_000))
+    sensor, asked = only(Cpufreq.find(board.system)), f"{CPUS}/cpufreq/policy0/scaling_cur_freq"
+    assert values(sensor.read(), "clock") == {"cpufreq:policy0": 2.4e9}
+    board.add({asked: "<unknown>"})
+    assert values(sensor.read(), "clock") == {}
+    board.add({f"{CPUS}/cpufreq/policy0/cpuinfo_cur_freq": 1_000_000})
+    assert values(sensor.read(), "clock") == {"cpufreq:policy0": 1e9}
+
+
+@pytest.mark.parametrize(
+    "text", ["41000", "41000\n", "4\n" * 10, "x" * 63 + "\n", "y" * 64 + "\n", "z\n" * 90_000]
+)
+def test_a_small_file_is_read_whole(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "temp"
+    path.write_text(text)
+    assert load(path) == text.encode()
 
 
 def test_a_policy_without_some_of_its_files_gives_the_others(board: Board) -> None:
