@@ -331,7 +331,7 @@ def test_check_prints_the_verdict(quantized_bundle: Path) -> None:
     done = invoke("check", str(quantized_bundle), "-n", "8", "--threads", "1")
     assert done.exit_code == 0
     assert done.stdout.splitlines()[-1] == "ok"
-    assert "target: executed artifact by onnxruntime on cpu, inplace" in done.stdout
+    assert "target: target/graph.onnx, int4, onnxruntime on cpu, inplace: executed as it is" in done.stdout
 
 
 def test_bench_prints_a_table_csv_and_json(quantized_bundle: Path, tmp_path: Path) -> None:

@@ -21,9 +21,13 @@ from outrider.export.executorch_delegates import Delegate, Inputs, Template
 from outrider.export.executorch_parts import ExecutorchPrimitives
 from outrider.export.onnx import mask_kinds
 from outrider.export.rope import rope_tables, rotary_size
-from outrider.export.slots import matrix_slots
 
 __all__ = ["BufferProgram", "build_buffer_program"]
+
+
+def attention_of(layer: Layer) -> Any:
+    """The attention of a layer that these primitives made, which comes in two parts."""
+    return layer.attention
 
 
 class Opening(nn.Module):
@@ -36,8 +40,12 @@ class Opening(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """x [1, S, D]; cos, sin [S, 1, d] -> queries [1, H, S, d], keys and values [1, G, S, d]"""
         qkv, _ = self.layer.enter(x, None)
-        projected: tuple[Tensor, ...] = self.layer.attention.project(qkv, cos, sin)
+        projected: tuple[Tensor, ...] = attention_of(self.layer).project(qkv, cos, sin)
         return projected
+
+    def products(self) -> list[Any]:
+        """The products that are read."""
+        return [self.layer.qkv]
 
 
 class Middle(nn.Module):
@@ -58,9 +66,13 @@ class Middle(nn.Module):
         sin: Tensor,
     ) -> tuple[Tensor, ...]:
         """The residual stream behind the layer [1, S, D], then the next queries, keys and values."""
-        context = self.before.attention.attend(query, keys, values, mask)
+        context = attention_of(self.before).attend(query, keys, values, mask)
         qkv, residual = self.after.enter(*self.before.leave(residual, context))
-        return (residual, *self.after.attention.project(qkv, cos, sin))
+        return (residual, *attention_of(self.after).project(qkv, cos, sin))
+
+    def products(self) -> list[Any]:
+        """The products that are read."""
+        return [self.before.attn_out, self.before.gate_up, self.before.down, self.after.qkv]
 
 
 class Closing(nn.Module):
@@ -72,8 +84,14 @@ class Closing(nn.Module):
 
     def forward(self, residual: Tensor, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """-> [1, S, D]"""
-        residual, update = self.layer.leave(residual, self.layer.attention.attend(query, keys, values, mask))
+        residual, update = self.layer.leave(
+            residual, attention_of(self.layer).attend(query, keys, values, mask)
+        )
         return residual + update
+
+    def products(self) -> list[Any]:
+        """The products that are read."""
+        return [self.layer.attn_out, self.layer.gate_up, self.layer.down]
 
 
 class Head(nn.Module):
@@ -87,6 +105,10 @@ class Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[1, R, D] -> [1, R, V]"""
         return softcap(self.head(self.norm(x)), self.cap)
+
+    def products(self) -> list[Any]:
+        """The products that are read."""
+        return [self.head]
 
 
 class BufferProgram(nn.Module):
@@ -153,8 +175,7 @@ def whole_tables(config: ModelConfig, kind: str, max_context: int) -> tuple[Tens
 class _Builder:
     """Lowers each kind of part once and fills the others of its kind."""
 
-    def __init__(self, config: ModelConfig, primitives: ExecutorchPrimitives, M: int, limit: int) -> None:
-        self.config, self.primitives, self.limit = config, primitives, limit
+    def __init__(self, config: ModelConfig, M: int, limit: int) -> None:
         self.templates: dict[tuple[str, ...], Template] = {}
         self.report: Counter[str] = Counter()
         c, S = config, min(5, limit)
@@ -171,10 +192,11 @@ class _Builder:
             "Head": Inputs((residual,), (1,), limit),
         }
 
-    def delegate(self, part: nn.Module, slots: Sequence[str]) -> Delegate:
-        """The delegate of a part; parts whose slots have the same schemes share a template."""
+    def delegate(self, part: Opening | Middle | Closing | Head) -> Delegate:
+        """The delegate of a part; parts of the same structure share a template."""
         kind = type(part).__name__
-        key = (kind, *(str(self.primitives.recipe.scheme_for(slot)) for slot in slots))
+        forms = [products.signature for products in part.products()]
+        key = (kind, *forms)
         if key not in self.templates:
             self.templates[key] = Template(part, self.inputs[kind])
         template = self.templates[key]
@@ -190,23 +212,15 @@ def build_buffer_program(
     hidden_layers: Sequence[int],
 ) -> tuple[BufferProgram, dict[str, Any]]:
     """The program over delegates, and the sums of their reports; `limit` tokens fit a forward."""
-    build = _Builder(config, primitives, max_context, limit)
+    build = _Builder(config, max_context, limit)
     embedding = primitives.embedding("embedding", config)
-    slots = _slots_by_layer(config)
     layer = Layer(0, config, primitives)
-    delegates = [build.delegate(Opening(layer), slots[0][:1])]
+    delegates = [build.delegate(Opening(layer))]
     for index in range(1, config.num_layers):
         following = Layer(index, config, primitives)
-        delegates.append(build.delegate(Middle(layer, following), [*slots[index - 1][1:], slots[index][0]]))
+        delegates.append(build.delegate(Middle(layer, following)))
         layer = following
-    delegates.append(build.delegate(Closing(layer), slots[-1][1:]))
-    delegates.append(build.delegate(Head(config, primitives), ["head"]))
+    delegates.append(build.delegate(Closing(layer)))
+    delegates.append(build.delegate(Head(config, primitives)))
     program = BufferProgram(config, embedding, delegates, max_context, hidden_layers)
     return program, dict(build.report)
-
-
-def _slots_by_layer(config: ModelConfig) -> list[list[str]]:
-    """The matrix slots of every layer: qkv first, then those behind attention."""
-    names = matrix_slots(config)[1:-1]
-    each = len(names) // config.num_layers
-    return [names[start : start + each] for start in range(0, len(names), each)]

@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from outrider.export.config import ModelConfig
-from outrider.export.decoder import AddNorm, Primitives, SplitAttention, softcap
+from outrider.export.decoder import AddNorm, Norm, Primitives, SplitAttention, softcap
 from outrider.export.rope import rotary_size
 from outrider.export.slots import SlotWeights, matrix_slots
 from outrider.quantize.executorch import (
+    GROUP_UNIT,
     ExecutorchRecipe,
     IntxScheme,
     IntxWeight,
+    carry_slot,
     describe_slot,
     quantize,
 )
@@ -54,6 +56,7 @@ class Products(nn.Module):
     def __init__(self, weights: Sequence[FloatArray], biases: Sequence[FloatArray | None]) -> None:
         super().__init__()
         self.weights = nn.ParameterList([constant(weight) for weight in weights])
+        self.signature = "float"
         self.biases = [None if bias is None else constant(bias) for bias in biases]
         for index, bias in enumerate(self.biases):
             self.register_parameter(f"bias_{index}", bias)
@@ -67,30 +70,46 @@ class Products(nn.Module):
 class QuantizedProducts(nn.Module):
     """The same with integer weights; every row of x is quantized to int8 by its own range, once for all parts.
 
-    Written in torchao's operators, which the partitioners turn into one integer kernel.
+    Written in torchao's operators, which the partitioners turn into one integer kernel. The minima of carried
+    blocks meet the sums of blocks of the float x.
     """
 
     def __init__(
         self, parts: Sequence[IntxWeight], biases: Sequence[FloatArray | None], scheme: IntxScheme
     ) -> None:
         super().__init__()
-        self.scheme, self.count = scheme, len(parts)
+        self.scheme, self.count, self.corrected = scheme, len(parts), parts[0].minima is not None
         for index, (part, bias) in enumerate(zip(parts, biases, strict=True)):
             self.register_buffer(f"codes_{index}", torch.from_numpy(part.codes))
             self.register_buffer(f"scales_{index}", torch.from_numpy(part.scales))
             self.register_buffer(f"zeros_{index}", torch.zeros(part.scales.shape, dtype=torch.int8))
             self.register_parameter(f"bias_{index}", None if bias is None else constant(bias))
+            if part.minima is not None:
+                self.register_parameter(f"minima_{index}", constant(part.minima))
+        if self.corrected:
+            self.ones = constant(torch.ones(1, GROUP_UNIT))
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """[1, S, K] -> [1, S, N] for every part."""
-        x = quantized_rows(x)
+        rounded = quantized_rows(x)
+        weights = [self.weight(index) for index in range(self.count)]
         parts = [
-            F.linear(x, self.weight(index), getattr(self, f"bias_{index}")) for index in range(self.count)
+            F.linear(rounded, weight, getattr(self, f"bias_{index}")) for index, weight in enumerate(weights)
         ]
+        if self.corrected:
+            blocks = x.shape[-1] // GROUP_UNIT
+            sums = F.linear(x.reshape(1, -1, blocks, GROUP_UNIT), self.ones).reshape(1, -1, blocks)
+            minima = [getattr(self, f"minima_{index}") for index in range(self.count)]
+            parts = [part + F.linear(sums, minimum) for part, minimum in zip(parts, minima, strict=True)]
         return parts[0] if len(parts) == 1 else tuple(parts)
 
+    @property
+    def signature(self) -> str:
+        """What the structure of the lowered products depends on, beside shapes."""
+        return f"{self.scheme.bits} bits, groups {self.scheme.group}, minima {self.corrected}"
+
     def weight(self, index: int) -> Tensor:
-        """The float values [N, K] of one part."""
+        """The float values [N, K] of one part, without minima."""
         codes = getattr(self, f"codes_{index}")
         scales, zeros = getattr(self, f"scales_{index}"), getattr(self, f"zeros_{index}")
         return float_values(codes, scales, zeros, self.scheme.bits)
@@ -122,6 +141,10 @@ def float_values(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Ten
 
 class QuantizedEmbedding(nn.Module):
     """A lookup in 8-bit rows."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
 
     def __init__(self, table: IntxWeight) -> None:
         super().__init__()
@@ -236,7 +259,8 @@ def half_turn(config: ModelConfig) -> Tensor:
 class ExecutorchPrimitives:
     """Parts that hold their weights, quantized as a recipe says; collects a report of every slot.
 
-    `buffer` chooses `BufferAttention`, else split attention. A slot is read, quantized and dropped before the
+    `buffer` chooses `BufferAttention`, else split attention. `backend` is the delegate: Vulkan has a kernel
+    for the norm in its usual form, and none for 8-bit rows. A slot is read, quantized and dropped before the
     next.
     """
 
@@ -245,29 +269,37 @@ class ExecutorchPrimitives:
         weights: SlotWeights,
         recipe: ExecutorchRecipe,
         buffer: bool,
+        backend: str = "xnnpack",
         stats: Mapping[str, FloatArray] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.weights, self.recipe, self.buffer = weights, recipe, buffer
+        self.weights, self.recipe, self.buffer, self.vulkan = weights, recipe, buffer, backend == "vulkan"
         self.stats, self.progress = stats or {}, progress
         self.slots: list[SlotReport] = []
         self.products = 0  # with integer weights
         self._total = len(matrix_slots(weights.config))
 
     def _matrix(self, slot: str) -> tuple[FloatArray, IntxScheme | None, IntxWeight | None]:
-        weight, scheme = self.weights.matrix(slot), self.recipe.scheme_for(slot)
-        packed = None if scheme is None else quantize(weight, scheme, self.stats.get(slot))
-        self.slots.append(describe_slot(slot, weight, scheme, packed, self.weights.raw(slot)))
+        """The float weight, and what it becomes: the recipe's scheme is not kept for blocks that are carried."""
+        weight, raw, packed = self.weights.matrix(slot), self.weights.raw(slot), None
+        scheme = self.recipe.scheme_for(slot)
+        if scheme is not None:
+            carried = carry_slot(weight, scheme, raw, rows=not self.vulkan)
+            scheme, packed = carried or (scheme, quantize(weight, scheme, self._importance(slot, scheme)))
+        self.slots.append(describe_slot(slot, weight, scheme, packed, raw))
         if self.progress:
             self.progress(slot, len(self.slots), self._total)
         return weight, scheme, packed
+
+    def _importance(self, slot: str, scheme: IntxScheme) -> FloatArray | None:
+        return self.stats.get(slot) if scheme.method == "mse" else None
 
     def embedding(self, slot: str, config: ModelConfig) -> nn.Module:
         """A lookup in float or in 8-bit rows."""
         weight, _, packed = self._matrix(slot)
         if packed is not None:
             return QuantizedEmbedding(packed)
-        layer = nn.Embedding(*weight.shape, device="meta")
+        layer = nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
         layer.weight = constant(weight)
         return layer
 
@@ -280,12 +312,14 @@ class ExecutorchPrimitives:
         if scheme is None or packed is None:
             return Products([part.copy() for part in np.split(weight, cuts)], biases)
         self.products += len(biases)
-        parts = zip(np.split(packed.codes, cuts), np.split(packed.scales, cuts), strict=True)
-        return QuantizedProducts([IntxWeight(*part) for part in parts], biases, scheme)
+        fields = [np.split(field, cuts) for field in packed if field is not None]
+        return QuantizedProducts([IntxWeight(*part) for part in zip(*fields, strict=True)], biases, scheme)
 
     def norm(self, slot: str, config: ModelConfig) -> nn.Module:
-        """`ProductNorm`."""
-        return ProductNorm(torch.from_numpy(self.weights.vector(slot)), config.norm_eps)
+        """The norm that the delegate takes."""
+        return (Norm if self.vulkan else ProductNorm)(
+            torch.from_numpy(self.weights.vector(slot)), config.norm_eps
+        )
 
     def add_norm(self, slot: str, config: ModelConfig) -> nn.Module:
         """Addition and `norm`."""

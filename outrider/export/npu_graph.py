@@ -303,12 +303,13 @@ class Layout:
                 tensors = (x, f"{x}.columns", f"{slot}.weight", f"{slot}.bias", f"{slot}.product", slot)
                 self.graph.floating.update(tensors)
             return
-        tensors, start = [], 0
+        pieces: list[str] = []
+        start = 0
         for name, size, factor in sizes:
             piece = WeightPart(slot, (start, start + size), factor)
-            tensors.append(self.product(x, piece, f"{layer}.{name}"))
+            pieces.append(self.product(x, piece, f"{layer}.{name}"))
             start += size
-        self._finish(step, *tensors)
+        self._finish(step, *pieces)
 
     def product(self, x: str, part: WeightPart, output: str) -> str:
         """x Wᵀ + b as a 1×1 convolution over the tokens: [1, 1, R, K] -> [1, 1, R, N]."""

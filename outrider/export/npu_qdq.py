@@ -66,8 +66,10 @@ def write_float(graph: NpuGraph, weights: SlotWeights, path: Path) -> None:
 
     with open(path.with_name(path.name + ".data"), "wb") as file:
         writer = Writer(graph, DataStore(file, path.name + ".data"))
-        for name, values in {**graph.vectors, **graph.shapes}.items():
-            writer.constant(name, values)
+        for name, vector in graph.vectors.items():
+            writer.constant(name, vector)
+        for name, shape in graph.shapes.items():
+            writer.constant(name, shape)
         for name, part in graph.weights.items():
             matrix, bias = part_values(weights, part)
             writer.constant(name, matrix[:, :, None, None])

@@ -50,7 +50,8 @@ class Scale:
         """Codes of float values, clipped."""
         limits = np.iinfo(self.dtype)
         codes = np.rint(np.asarray(values, np.float64) / self.scale) + self.zero_point
-        return np.clip(codes, limits.min, limits.max).astype(self.dtype)
+        clipped: NDArray[Any] = np.clip(codes, limits.min, limits.max).astype(self.dtype)
+        return clipped
 
     @classmethod
     def of_range(cls, low: float, high: float, signed: bool = False) -> Scale:

@@ -3,6 +3,9 @@
 The layout is torchao's `IntxUnpackedToInt8Tensor`: int8 codes [N, K] and scales [N, K / group]. XNNPACK packs
 two 4-bit codes a byte and rounds the scales of groups to bfloat16, so they are rounded before the codes are
 chosen. Activations are quantized per row (torchao's `8da4w`, `8da8w`): rows of a verify stay independent.
+
+A GGUF file's own 4-bit blocks are carried: their codes as they are, and minima as a float matrix over the sums
+of blocks of x. Blocks of more bits become 8-bit rows, where the delegate has a kernel for those.
 """
 
 from __future__ import annotations
@@ -17,15 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import ExportError, UsageError
-from outrider.quantize.layout import over_chunks
+from outrider.quantize.carry import carried_scheme, carry
+from outrider.quantize.layout import over_chunks, unpack_nibbles
 from outrider.quantize.report import SlotReport
-from outrider.quantize.schemes import RawBlocks
+from outrider.quantize.schemes import Carry, RawBlocks
 
 __all__ = [
     "EXECUTORCH_RECIPES",
+    "GROUP_UNIT",
     "ExecutorchRecipe",
     "IntxScheme",
     "IntxWeight",
+    "carry_slot",
     "check_quantized",
     "dequantize",
     "describe_slot",
@@ -43,12 +49,13 @@ SMALLEST = np.float32(2.0**-100)  # a scale has to be positive, normal and repre
 class IntxScheme:
     """Signed integers of 4 or 8 bits; `group` inputs share a scale, None = a whole row does.
 
-    `method`: `rtn` maps the largest magnitude of a group to the end of the range, `mse` searches the scale.
+    `method`: `rtn` maps the largest magnitude of a group to the end of the range, `mse` searches the scale;
+    `carried` are a source's own blocks and no choice of a recipe.
     """
 
     bits: Literal[4, 8]
     group: int | None = None
-    method: Literal["rtn", "mse"] = "rtn"
+    method: Literal["rtn", "mse", "carried"] = "rtn"
 
     def __post_init__(self) -> None:
         """Refuse what no delegate holds."""
@@ -107,10 +114,47 @@ def executorch_recipe(name: str) -> ExecutorchRecipe:
 
 
 class IntxWeight(NamedTuple):
-    """value = code * scale of its group."""
+    """value = code * scale of its group, plus the minimum of its block of 32 where there are minima."""
 
     codes: NDArray[np.int8]  # [N, K]
     scales: FloatArray  # [N, K / group]
+    minima: FloatArray | None = None  # [N, K / 32]
+
+
+def carry_slot(
+    weight: FloatArray,  # [N, K]
+    scheme: IntxScheme,
+    raw: Sequence[RawBlocks] | None,
+    *,
+    rows: bool = True,
+) -> tuple[IntxScheme, IntxWeight] | None:
+    """What a 4-bit scheme becomes for a source with blocks of its own, or None when it is quantized anew.
+
+    Blocks of 4 bits are carried, wider ones become 8-bit rows if the delegate takes `rows`.
+    """
+    if not raw or scheme.group != GROUP_UNIT:
+        return None
+    target = carried_scheme([part.type_name for part in raw], Carry())
+    if target is not None and target.bits == 4:
+        return IntxScheme(4, GROUP_UNIT, "carried"), _carried(raw)
+    return (ROWS8, quantize(weight, ROWS8)) if target is not None and rows else None
+
+
+def _carried(raw: Sequence[RawBlocks]) -> IntxWeight:
+    """A source's own 4-bit blocks. A negative scale turns its codes around: d c = |d| (-c - 1) + |d|."""
+    packed = carry(raw, Carry())
+    assert packed is not None
+    assert packed.scales is not None
+    N, K = packed.shape
+    codes = unpack_nibbles(packed.codes.astype(np.uint8, copy=False), GROUP_UNIT).astype(np.int8) - np.int8(8)
+    negative = packed.scales < 0  # [N, K / 32]
+    codes = np.where(negative[..., None], np.int8(-1) - codes, codes)
+    minima = packed.correction
+    if negative.any():
+        shift = np.where(negative, -packed.scales, np.float32(0))
+        minima = shift if minima is None else minima + shift
+    scales = _storable(np.abs(packed.scales), IntxScheme(4, GROUP_UNIT))
+    return IntxWeight(codes.reshape(N, K), scales, minima)
 
 
 def quantize(
@@ -132,14 +176,18 @@ def quantize(
         return IntxWeight(_codes(blocks, scales, scheme.bits).reshape(-1, K), scales)
 
     parts = over_chunks(run, (len(weight), K))
-    return IntxWeight(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    return IntxWeight(*(np.concatenate([part[field] for part in parts]) for field in (0, 1)))
 
 
 def dequantize(weight: IntxWeight) -> FloatArray:
     """The float32 values [N, K]."""
     N, K = weight.codes.shape
     blocks = weight.codes.reshape(N, weight.scales.shape[1], -1).astype(np.float32)
-    return (blocks * weight.scales[..., None]).reshape(N, K)
+    blocks *= weight.scales[..., None]
+    if weight.minima is not None:
+        blocks += weight.minima[..., None]
+    values: FloatArray = blocks.reshape(N, K)
+    return values
 
 
 def _scales(blocks: FloatArray, scheme: IntxScheme, importance: FloatArray | None) -> FloatArray:
@@ -148,7 +196,7 @@ def _scales(blocks: FloatArray, scheme: IntxScheme, importance: FloatArray | Non
         return _storable(peak / np.float32((1 << scheme.bits - 1) - 1), scheme)
     weights = _by_magnitude(blocks) if importance is None else importance.reshape(blocks.shape[1:])
     best_error = np.full(peak.shape, np.inf, np.float32)
-    best = np.zeros_like(peak)
+    best: FloatArray = np.zeros_like(peak)
     for top in PEAKS:
         scale = _storable(_refit(blocks, _storable(peak / np.float32(top), scheme), weights), scheme)
         wrong = blocks - _codes(blocks, scale, scheme.bits) * scale[..., None]
@@ -163,7 +211,8 @@ def _refit(blocks: FloatArray, scale: FloatArray, weights: FloatArray) -> FloatA
     weighed = _codes(blocks, scale, 4) * weights
     top = np.einsum("nbi,nbi->nb", blocks, weighed)
     bottom = np.einsum("nbi,nbi->nb", _codes(blocks, scale, 4), weighed)
-    return np.divide(top, bottom, out=scale.copy(), where=bottom > 0)
+    fitted: FloatArray = np.divide(top, bottom, out=scale.copy(), where=bottom > 0)
+    return fitted
 
 
 def _by_magnitude(blocks: FloatArray) -> FloatArray:
@@ -203,10 +252,10 @@ def describe_slot(
     else:
         wide = 2 if scheme.group else 4
         size = packed.codes.size * scheme.bits // 8 + packed.scales.size * wide
+        size += 0 if packed.minima is None else packed.minima.nbytes
         lost, total = np.linalg.norm(weight - dequantize(packed)), np.linalg.norm(weight)
         error, after = float(lost / total) if total else float(lost), scheme.name
-        again = raw and any(part.type_name.startswith("Q") for part in raw)
-        reason = f"rounded a second time: {after} has no minima" if again else "quantized"
+        reason = _reason(scheme, packed, raw)
     return SlotReport(
         slot=slot,
         shape=(weight.shape[0], weight.shape[1]),
@@ -215,9 +264,18 @@ def describe_slot(
         bytes_before=sum(part.data.nbytes for part in raw) if raw else weight.nbytes,
         bytes_after=int(size),
         relative_error=error,
-        carried=False,
+        carried=scheme is not None and scheme.method == "carried",
         reason=reason,
     )
+
+
+def _reason(scheme: IntxScheme, packed: IntxWeight, raw: Sequence[RawBlocks] | None) -> str:
+    if scheme.method == "carried":
+        minima = "" if packed.minima is None else ", minima as float32 over block sums"
+        return f"the source's own blocks, scales in bfloat16{minima}"
+    if raw and any(part.type_name.startswith("Q") for part in raw):
+        return f"rounded a second time: {scheme.name} cannot hold these blocks"
+    return "quantized"
 
 
 def check_quantized(
