@@ -33,7 +33,7 @@ from outrider.export.executorch_parts import ExecutorchPrimitives
 from outrider.export.lowered import Lowered
 from outrider.export.onnx import check_request, graph_meta, mask_kinds
 from outrider.export.rope import rope_frequencies, rotary_size
-from outrider.export.slots import SlotWeights
+from outrider.export.slots import SlotWeights, matrix_slots
 from outrider.quantize.executorch import ExecutorchRecipe, check_quantized
 
 __all__ = ["PROFILES", "export_pte"]
@@ -67,6 +67,7 @@ def export_pte(
     recipe changed nothing or integer products were left outside the delegate.
     """
     _check(config, backend, profile, max_context, widths, hidden_layers)
+    _check_kernels(recipe, backend, config)
     place.mkdir(parents=True, exist_ok=True)
     path = place / "model.pte"
     with quiet(), torch.no_grad():
@@ -74,12 +75,12 @@ def export_pte(
             import torchao  # noqa: F401
         except ImportError as error:
             raise MissingExtraError("torchao", "executorch") from error
-        primitives = ExecutorchPrimitives(weights, recipe, profile == "buffer", stats, progress)
+        primitives = ExecutorchPrimitives(weights, recipe, profile == "buffer", backend, stats, progress)
         build = _write_buffer if profile == "buffer" else _write_split
         report, meta = build(path, config, primitives, backend, max_context, widths, hidden_layers)
     for method in report.values():
         taken = {"delegated": method["products"], "left": method["float_products"]}
-        if backend == "xnnpack":
+        if backend != "portable":
             check_quantized(recipe, primitives.slots, primitives.products, taken)
     return Lowered(
         files=(path,),
@@ -109,6 +110,17 @@ def _check(
     check_request(
         config, "split", max_context, widths or ((1,) if profile == "buffer" else ()), hidden_layers
     )
+
+
+def _check_kernels(recipe: ExecutorchRecipe, backend: str, config: ModelConfig) -> None:
+    """Refuse products that the delegate would expand to float in every forward."""
+    schemes = {slot: recipe.scheme_for(slot) for slot in matrix_slots(config)[1:]}
+    rows = [slot for slot, scheme in schemes.items() if scheme is not None and scheme.group is None]
+    if backend == "vulkan" and rows:
+        raise UsageError(
+            f"recipe {recipe.name!r} gives {rows[0]} one scale a row; Vulkan's delegate has integer kernels for "
+            "4-bit groups only: choose 8da4w, or fp32"
+        )
 
 
 class SplitProgram(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +39,8 @@ def _xnnpack() -> list[Any]:
 def _vulkan() -> list[Any]:
     from executorch.backends.vulkan.partitioner.vulkan_partitioner import VulkanPartitioner
 
-    return [VulkanPartitioner()]
+    # The 8-bit table stays with the CPU, which reads single rows: Vulkan would expand it to float, every time.
+    return [VulkanPartitioner(nn_module_blocklist=["QuantizedEmbedding"])]
 
 
 def _portable() -> list[Any]:
@@ -81,18 +83,19 @@ def vendor_partitioner(name: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """ExecuTorch and torchao warn about their own internals at import and in every pass."""
-    names = ("torchao", "executorch", "torch.export", "root", "torch.utils._pytree")
-    levels = {name: logging.getLogger(name).level for name in names}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in names:
-            logging.getLogger(name).setLevel(logging.ERROR)
-        try:
+    """ExecuTorch, its delegates and torchao log and warn about their own internals, at import and in every pass."""
+    root = logging.getLogger()
+    level, handlers, disabled = root.level, list(root.handlers), root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
-        finally:
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
+    finally:
+        logging.disable(disabled)
+        root.setLevel(level)
+        for handler in set(root.handlers) - set(handlers):
+            root.removeHandler(handler)
 
 
 def trace(module: Any, arguments: tuple[Any, ...], shapes: Any = None) -> Program:
@@ -230,12 +233,10 @@ def inside_report(module: Any) -> dict[str, Any]:
     from executorch.exir.lowered_backend_module import get_lowered_submodules
 
     delegates = [lowered for _, lowered, _ in get_lowered_submodules(module)]
-    nodes = [node for lowered in delegates for node in _operators(lowered.original_module.graph)]
-    names = Counter(_name(node) for node in nodes)
     return {
         "delegates": len(delegates),
-        "delegated": sum(names.values()),
-        "products": sum(_integer_product(node) for node in nodes),
+        "delegated": sum(len(_operators(lowered.original_module.graph)) for lowered in delegates),
+        "products": sum(_integer_products(lowered) for lowered in delegates),
     }
 
 
@@ -267,9 +268,13 @@ def _name(node: Any) -> str:
     return parts[0] + "." + parts[1] if parts[0] == space else f"{space}.{parts[0]}"
 
 
-def _integer_product(node: Any) -> bool:
-    """A product whose weight is dequantized from constant integers."""
-    if "linear" not in _name(node):
-        return False
-    weight = node.args[1]
-    return weight.op == "call_function" and "dequantize" in _name(weight)
+VULKAN_PRODUCT = re.compile(rb"et_vk\.linear_\w*q4gsw\.default")  # the operator's name at every call
+
+
+def _integer_products(lowered: Any) -> int:
+    """Products with constant integer weights: for XNNPACK a pattern of operators, for Vulkan an operator."""
+    if lowered.backend_id == "VulkanBackend":
+        return len(VULKAN_PRODUCT.findall(lowered.processed_bytes))
+    products = [node for node in _operators(lowered.original_module.graph) if "linear" in _name(node)]
+    weights = [node.args[1] for node in products]
+    return sum(weight.op == "call_function" and "dequantize" in _name(weight) for weight in weights)
