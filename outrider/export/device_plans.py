@@ -38,6 +38,7 @@ EXTRA_MODULES = {
 }
 DRAFT_WIDTHS = (1, 2, 64)  # a step, the catch-up after full acceptance, a chunk of the prompt
 TARGET_WIDTHS = (1, 2, 3, 5, 9, 64)  # plain, k + 1 for k = 1, 2, 4, 8, a chunk of the prompt
+GPU_WIDTHS = (1, 5, 64)  # fewer: ExecuTorch takes minutes to lower one, and k + 1 between them is padded
 DRAFT_CONTEXT = 1024  # a static cache is read whole at every step
 GPU_PROVIDERS = ("WebGpuExecutionProvider", "CPUExecutionProvider")
 WINDOWS_GPU_PROVIDERS = ("DmlExecutionProvider", "CPUExecutionProvider")
@@ -230,7 +231,7 @@ def _vulkan(wish: _Wish) -> Iterator[GraphPlan]:
     if wish.role != "target" or "executorch" not in wish.backends or "vulkan" not in wish.delegates:
         return
     recipe = wish.options.of(wish.role).executorch_precision
-    widths, context = wish.static_widths, wish.static_context
+    widths, context = wish.options.widths or GPU_WIDTHS, wish.static_context
     yield GraphPlan(wish.role, "executorch", "gpu", "split", recipe, widths, context, "vulkan")
 
 
