@@ -116,7 +116,7 @@ def test_the_npu_graph_says_all_that_its_backend_must_know(soc_bundle: Path) -> 
     npu = read_manifest(soc_bundle).roles["draft"].by_preference()[0]
     assert npu.functions == {"1": "w1.onnx", "2": "w2.onnx", "64": "w64.onnx"}
     assert npu.embedding_file == "draft/npu/embedding.i8"
-    assert (npu.kv.dtype, npu.recipe, npu.widths) == ("uint16", "a16w8", (1, 2, 64))
+    assert (npu.kv.dtype, npu.recipe, npu.widths) == ("int16", "a16w8", (1, 2, 64))
     assert (npu.options["soc_model"], npu.options["htp_arch"]) == ("57", "75")
     compiled = npu.options["contexts"]["snapdragon-8-gen3"]
     assert set(compiled) == {"1", "2", "64"}

@@ -27,7 +27,6 @@ STAND_IN_WIDTHS = (
     1,
     5,
 )  # of it: a plain step and a verify; each costs as much time as one of the graph itself
-KV_DTYPES = {"npu": "uint16"}
 ELSEWHERE = (  # of a graph's description: the manifest has fields for these
     "profile",
     "widths",
@@ -115,7 +114,7 @@ def _entry(
         widths=None if widths is None else tuple(widths),
         prefill_width=max(widths) if widths else PREFILL_WIDTH,
         kv=KvEntry(
-            KV_DTYPES.get(plan.lowering, "float32"),
+            meta.get("dtypes", {}).get("past_key_0", "float32"),
             "BHSD",
             config.num_layers,
             config.num_kv_heads,

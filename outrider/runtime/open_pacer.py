@@ -29,7 +29,7 @@ PLAIN_LENGTH = 256  # tokens of context behind which a plain forward is typical
 POLL_S = 0.05  # sensors are not looked at more often, however short the rounds
 
 _log = logging.getLogger(__name__)
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1}
 
 
 @dataclass(frozen=True)
