@@ -19,7 +19,8 @@ from outrider.export import role_graphs
 from outrider.export.lowered import Lowered
 from outrider.export.role_graphs import LOWERINGS, Making
 from outrider.manifest import read_manifest, verify, write_manifest
-from outrider.runtime import backends
+from outrider.quantize.gates import Gate
+from outrider.runtime import backends, check_graph
 from outrider.runtime.check import Check, check_bundle
 from outrider.runtime.check_graph import GraphCheck
 from outrider.runtime.closest import graph_key
@@ -235,6 +236,13 @@ def test_a_graph_below_its_gate_is_not_written_unless_that_is_allowed(
     record = read_manifest(tmp_path / "bundle").quality["graphs"]["target/graph.onnx"]
     assert (record["passed"], record["allowed"]) == (False, True)
     assert "top-1 agreement" in record["below"][0]
+
+
+def test_check_condemns_a_graph_below_its_gate_unless_the_export_allowed_it(
+    tiny_models: Models, export_tiny: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_tiny(tmp_path / "bundle", (tiny_models["target"], "int4"))
+    monkeypatch.setattr(check_graph, "gate_for", lambda recipe: Gate(recipe, 0.7, 0.999, 0.1))
     assert check_bundle(tmp_path / "bundle", max_tokens=8, threads=1).ok
     manifest = tmp_path / "bundle" / "manifest.json"
     text = json.loads(manifest.read_text())
