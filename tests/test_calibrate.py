@@ -208,7 +208,8 @@ def test_int4_gptq_exports_a_bundle_from_a_folder(tiny: Path, tmp_path: Path) ->
         RoleOptions(str(tiny), "int4-gptq"), tmp_path / "bundle", max_context=64, evaluate=False
     )
     report = export_bundle(options)
-    by_slot = {slot.slot: slot for slot in report.graphs["target"].slots}
+    (lowered,) = report.graphs["target"].values()
+    by_slot = {slot.slot: slot for slot in lowered.slots}
     linear = [slot for name, slot in by_slot.items() if name.startswith("layers.")]
     assert {slot.after.split("-")[2] for slot in linear} == {"gptq"}
     assert all(slot.reason == "quantized; calibrated" for slot in linear)
