@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,26 +116,29 @@ class QuantizedProducts(nn.Module):
         return float_values(codes, scales, zeros, self.scheme.bits)
 
 
+def torchao_operators() -> Any:
+    """torchao's operators; its Python functions around them switch gradients off, which a trace keeps as graphs."""
+    import torchao.quantization.quant_primitives  # noqa: F401  (registers them)
+
+    return torch.ops.torchao
+
+
 def quantized_rows(x: Tensor) -> Tensor:
     """x as int8 with a range and a zero point for every row, and back; a delegate keeps the integers."""
-    from torchao.quantization import quant_primitives as ao
-
-    block = (1,) * (x.dim() - 1) + (x.shape[-1],)
-    limits = {"quant_min": -128, "quant_max": 127}
-    kind = ao.MappingType.ASYMMETRIC
-    scale, zero = ao.choose_qparams_affine(x, kind, block, torch.int8, **limits, zero_point_dtype=torch.int8)
-    codes = ao.quantize_affine(x, block, scale, zero, torch.int8, **limits)
-    back: Tensor = ao.dequantize_affine(codes, block, scale, zero, torch.int8, **limits)
+    ao, block, int8 = torchao_operators(), [1] * (x.dim() - 1) + [x.shape[-1]], torch.int8
+    scale, zero = ao.choose_qparams_affine(
+        x, "ASYMMETRIC", block, int8, -128, 127, None, None, zero_point_dtype=int8
+    )
+    codes = ao.quantize_affine(x, block, scale, zero, int8, -128, 127)
+    back: Tensor = ao.dequantize_affine(codes, block, scale, zero, int8, -128, 127)
     return back
 
 
 def float_values(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
     """Integer weights as float [N, K]."""
-    from torchao.quantization import quant_primitives as ao
-
-    half, block = 1 << bits - 1, (1, codes.shape[1] // scales.shape[1])
-    values: Tensor = ao.dequantize_affine(
-        codes, block, scales, zeros, torch.int8, quant_min=-half, quant_max=half - 1
+    half, block = 1 << bits - 1, [1, codes.shape[1] // scales.shape[1]]
+    values: Tensor = torchao_operators().dequantize_affine(
+        codes, block, scales, zeros, torch.int8, -half, half - 1
     )
     return values
 
