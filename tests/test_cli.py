@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ def invoke(*words: str, **options: Any) -> Result:
 def started(words: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
     """Python as a process of its own, its output as text; it is gone afterwards, whatever happened."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    with subprocess.Popen([sys.executable, *words], env=ENVIRONMENT, text=True, **pipes) as process:
+    heeding = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)}  # nohup has it ignored
+    with subprocess.Popen(
+        [sys.executable, *words], env=ENVIRONMENT, text=True, **heeding, **pipes
+    ) as process:
         try:
             yield process
         finally:
