@@ -38,7 +38,8 @@ from outrider.quantize.sensitivity import choose_overrides
 __all__ = ["export_npu", "npu_meta"]
 
 DATA, EMBEDDING = "weights.data", "embedding.i8"
-DAMAGE_TEXTS, DAMAGE_TOKENS = 3, 96  # that slots are ranked on
+DAMAGE_TEXTS, DAMAGE_TOKENS = 3, 64  # that slots are ranked on
+RANKING_TOKENS = 2048  # that errors are compensated for while slots are ranked
 Progress = Callable[[str, int, int], None]
 
 
@@ -163,7 +164,8 @@ def sensitive_slots(
     if recipe.max_damage is None or not slots:
         return ()
     held = list(sequences[1::4]) or list(sequences)
-    moments = slot_moments(weights, recipe, [ids for i, ids in enumerate(sequences) if i % 4 != 1])
+    seen = _first_tokens([ids for i, ids in enumerate(sequences) if i % 4 != 1], RANKING_TOKENS)
+    moments = slot_moments(weights, recipe, seen)
 
     def pack(slot: str, weight: NDArray[np.float32]) -> ChannelMatrix:
         return pack_slot(slot, weight, recipe, moments, blocked=not has_bias(config, slot))
@@ -173,6 +175,16 @@ def sensitive_slots(
     report = (lambda part: progress("sensitivity", round(100 * part), 100)) if progress else None
     damages = slot_damages(weights, pack, texts, slots=slots, progress=report)
     return choose_overrides(damages, max_damage=recipe.max_damage)
+
+
+def _first_tokens(sequences: Sequence[Sequence[int]], count: int) -> list[Sequence[int]]:
+    """Whole sequences from the first on, until they hold so many tokens."""
+    kept: list[Sequence[int]] = []
+    for sequence in sequences:
+        if sum(map(len, kept)) >= count:
+            break
+        kept.append(sequence)
+    return kept
 
 
 def host_ranges(config: ModelConfig, max_context: int, embedding: tuple[float, float]) -> dict[str, Range]:
