@@ -332,3 +332,24 @@ def test_the_demo_of_a_device_proves_its_draft_and_leaves_the_text_alone(
         assert said in done.output
     with pytest.raises(UsageError, match="unknown device 'toaster'"):
         CliRunner().invoke(cli, [*words[:1], "--device", "toaster"], catch_exceptions=False)
+
+
+def test_the_report_says_what_no_delegate_took_and_how_large_the_compiled_graphs_are() -> None:
+    from outrider.cli.export import describe as describe_export
+    from outrider.export.bundle import ExportReport
+
+    notes = {
+        "delegation": {"forward_w1": {"delegates": 2, "delegated": 40, "left": {"aten.embedding": 1}}},
+        "compiled": {"snapdragon-8-gen3": {"binaries": {"w1_qnn.bin": 2_500_000}, "shared": True}},
+        "overrides": {"layers.0.down": 8},
+        "massive": ["layers.1.down"],
+        "operators": {"MatMul": 9},
+    }
+    text = describe_export(
+        ExportReport(Path("out"), {"draft": {"draft/npu": Lowered((), {}, (), notes=notes)}})
+    )
+    assert "forward_w1: 2 delegates with 40 operators; on no delegate: aten.embedding 1" in text
+    assert "compiled for snapdragon-8-gen3: w1_qnn.bin 2.5 MB, shared by all widths" in text
+    assert "more bits for the sensitive: layers.0.down" in text
+    assert "half precision, for their range: layers.1.down" in text
+    assert "MatMul" not in text

@@ -208,7 +208,23 @@ def describe(report: ExportReport) -> str:
 
 def _notes(notes: Mapping[str, Any]) -> list[str]:
     """What a lowering has to say beside the weights; counts of operators are for the manifest's readers only."""
-    return [f"  {name}: {value}" for name, value in notes.items() if name != "operators"]
+    lines = [f"  {method}: {_delegation(found)}" for method, found in notes.get("delegation", {}).items()]
+    for device, found in notes.get("compiled", {}).items():
+        sizes = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in found["binaries"].items())
+        lines.append(
+            f"  compiled for {device}: {sizes}" + (", shared by all widths" if found["shared"] else "")
+        )
+    if notes.get("overrides"):
+        lines.append(f"  more bits for the sensitive: {', '.join(notes['overrides'])}")
+    if notes.get("massive"):
+        lines.append(f"  multiplied in half precision, for their range: {', '.join(notes['massive'])}")
+    return lines
+
+
+def _delegation(found: Mapping[str, Any]) -> str:
+    """Which operators a method left to no delegate."""
+    left = ", ".join(f"{operator} {count}" for operator, count in found["left"].items()) or "none"
+    return f"{found['delegates']} delegates with {found['delegated']} operators; on no delegate: {left}"
 
 
 def proof_line(record: Mapping[str, Any]) -> str:
