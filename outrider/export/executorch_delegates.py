@@ -77,11 +77,12 @@ class Template:
         self._owned = used_constants(program) - set(self.found.order)
         self._names = {name: key for name, key, _ in constants(example, self._owned)}
         self._store = self.found.lowered.named_data_store_output
-        missing = [name for name, key in self._names.items() if key not in self._store.pte_data]
-        if missing:
+        known, stored = set(self._names.values()), set(self._store.pte_data)
+        if known != stored:
+            missing = [name for name, key in self._names.items() if key not in stored]
             raise ExportError(
-                f"this version of executorch stores {len(missing)} constants in a form that is not known, the "
-                f"first is {missing[0]}; install executorch 1.5"
+                f"this version of executorch stores {len(known - stored)} constants in a form that is not known "
+                f"({', '.join(missing[:2])}) and {len(stored - known)} that no slot names; install executorch 1.5"
             )
 
     @property
@@ -96,9 +97,6 @@ class Template:
 
         source = self.found.lowered
         store, program = NamedDataStore(), bytes(source.processed_bytes)
-        for key, entry in self._store.pte_data.items():
-            if key not in self._names.values():
-                store.add_named_data(key, self._store.buffers[entry.buffer_index], entry.alignment)
         for name, key, data in constants(part, self._owned):
             alignment = self._store.pte_data[self._names[name]].alignment
             store.add_named_data(key, data, alignment)

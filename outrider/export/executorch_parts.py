@@ -58,13 +58,14 @@ class Products(nn.Module):
         super().__init__()
         self.weights = nn.ParameterList([constant(weight) for weight in weights])
         self.signature = "float"
-        self.biases = [None if bias is None else constant(bias) for bias in biases]
-        for index, bias in enumerate(self.biases):
-            self.register_parameter(f"bias_{index}", bias)
+        for index, bias in enumerate(biases):
+            self.register_parameter(f"bias_{index}", None if bias is None else constant(bias))
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """[1, S, K] -> [1, S, N] for every part."""
-        parts = [F.linear(x, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)]
+        parts = [
+            F.linear(x, weight, getattr(self, f"bias_{index}")) for index, weight in enumerate(self.weights)
+        ]
         return parts[0] if len(parts) == 1 else tuple(parts)
 
 

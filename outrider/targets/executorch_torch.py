@@ -25,6 +25,7 @@ class TorchProgram:
     def __init__(self, path: Path, threads: int | None = None) -> None:
         wheel = executorch_wheel()
         try:
+            import executorch.kernels.quantized  # noqa: F401  (registers what an 8-bit embedding runs on)
             import torch
             from executorch.runtime import Runtime
         except ImportError as error:
