@@ -80,7 +80,11 @@ def test_a_recording_is_a_trace_that_plays_back(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     done = Studio().record(path, seconds=0.6)
     readings = [reading for batch in read_telemetry(path) for reading in batch]
-    assert done.readings == len(readings) == 4, "one at first, and one after each 0.2 s"
+    assert done.readings == len(readings)
+    times = {round(reading.time_s, 3) for reading in readings}
+    assert {0.0, 0.6} <= times <= {0.0, 0.2, 0.4, 0.6}, (
+        "from first to last; how often in between is the thread's"
+    )
     assert (done.sources, done.silent, done.path) == (1, {}, str(path))
     assert read_telemetry(path).header["tool"] == "outrider test"
     clock = VirtualClock()
@@ -89,7 +93,8 @@ def test_a_recording_is_a_trace_that_plays_back(tmp_path: Path) -> None:
 
 def test_what_could_not_be_read_is_counted_apart(tmp_path: Path) -> None:
     done = Studio(silent=True).record(tmp_path / "t.jsonl", seconds=0.2)
-    assert (done.sources, done.readings) == (1, 2)
+    assert done.sources == 1
+    assert done.readings >= 2
     assert done.silent == {"locked:x": "permission denied; sudo chmod a+r it"}
     assert "1 more without any value" in describe(done)
 
@@ -104,7 +109,7 @@ def test_ctrl_c_is_a_normal_end(tmp_path: Path) -> None:
 
     path = tmp_path / "t.jsonl"
     done = record(studio.monitor, path, None, studio.clock, sleep)
-    assert done.readings == sum(len(batch) for batch in read_telemetry(path)) == 4
+    assert done.readings == sum(len(batch) for batch in read_telemetry(path)) >= 4
 
 
 def test_however_short_a_recording_is_every_sensor_is_asked_once(tmp_path: Path) -> None:
