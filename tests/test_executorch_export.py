@@ -76,10 +76,20 @@ def raw_blocks(weight: np.ndarray, kind: str) -> tuple[RawBlocks, np.ndarray]:
     return RawBlocks(kind, weight.shape, data), gguf.quants.dequantize(data, stored)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
-def test_a_buffer_program_equals_transformers_through_prefill_decode_tree_and_rollback(family: str) -> None:
-    model = tiny_pte(family).model
-    families.check_decoding(graph_of(family), lambda ids: families.reference_logits(model, ids), 1e-4)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_biases_and_head_norms_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    model = families.oracle(family, num_hidden_layers=1)
+    weights = families.weights_of(family, model)
+    made = export_pte(
+        weights.config, weights, executorch_recipe("fp32"), tmp_path, max_context=64, widths=(16,)
+    )
+    graph = ExecutorchGraph.load(made.files[0], made.meta, threads=1, runtime="torch")
+    families.check_decoding(graph, lambda ids: families.reference_logits(model, ids), 1e-4)
+
+
+def test_two_masks_a_window_and_the_tanh_form_of_gelu_are_those_of_transformers() -> None:
+    model = tiny_pte("gemma3").model
+    families.check_decoding(graph_of("gemma3"), lambda ids: families.reference_logits(model, ids), 1e-4)
 
 
 def test_everything_but_lookups_and_cache_writes_runs_in_one_delegate_a_layer_and_two_more() -> None:
@@ -137,17 +147,10 @@ def middle_inputs(weights: SlotWeights, M: int = 8, S: int = 3) -> Inputs:
     return Inputs((*examples, table.clone()), (1, 2, None, None, 1, 0, 0), 4)
 
 
-@pytest.mark.parametrize("kind", [None, "Q4_1"], ids=["quantized", "carried"])
-def test_a_filled_delegate_is_byte_for_byte_the_one_that_a_lowering_of_its_own_would_give(
-    kind: str | None,
-) -> None:
-    first, second = (
-        tiny_weights(),
-        SlotWeights(families.checkpoint_of("llama", families.oracle("llama", seed=5))),
-    )
-    if kind is not None:
-        for weights in (first, second):
-            weights.raw = lambda slot, w=weights: [raw_blocks(w.matrix(slot), kind)[0]]  # type: ignore[method-assign]
+def test_a_filled_delegate_is_byte_for_byte_the_one_that_a_lowering_of_its_own_would_give() -> None:
+    first, second = (families.weights_of("qwen2", families.oracle("qwen2", seed)) for seed in (0, 5))
+    for weights in (first, second):  # biases, codes, scales and minima
+        weights.raw = lambda slot, own=weights: [raw_blocks(own.matrix(slot), "Q4_1")[0]]  # type: ignore[method-assign]
     inputs = middle_inputs(first)
     with quiet(), torch.no_grad():
         filled = Template(middle_of(first, RECIPE), inputs).fill(middle_of(second, RECIPE))

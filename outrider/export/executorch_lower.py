@@ -83,10 +83,14 @@ def vendor_partitioner(name: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """ExecuTorch, its delegates and torchao log and warn about their own internals, at import and in every pass."""
-    root = logging.getLogger()
-    level, handlers, disabled = root.level, list(root.handlers), root.manager.disable
+    """ExecuTorch, its delegates and torchao log and warn about their own internals, at import and in every pass.
+
+    torch's structured trace goes too: as long as it has a handler, writing to it doubles the time of an export.
+    """
+    root, traced = logging.getLogger(), logging.getLogger("torch.__trace")
+    level, disabled, kept = root.level, root.manager.disable, [list(root.handlers), list(traced.handlers)]
     logging.disable(logging.ERROR)
+    traced.handlers.clear()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -94,8 +98,7 @@ def quiet() -> Iterator[None]:
     finally:
         logging.disable(disabled)
         root.setLevel(level)
-        for handler in set(root.handlers) - set(handlers):
-            root.removeHandler(handler)
+        root.handlers[:], traced.handlers[:] = kept
 
 
 def trace(module: Any, arguments: tuple[Any, ...], shapes: Any = None) -> Program:
