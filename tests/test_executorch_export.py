@@ -110,7 +110,7 @@ def eager_logits(weights: SlotWeights, recipe: ExecutorchRecipe, tokens: Sequenc
     """The same quantized decoder in torch, which rounds activations and weights as the delegate should."""
     config, S = weights.config, len(tokens)
     with torch.no_grad():
-        decoder = Decoder(config, ExecutorchPrimitives(weights, recipe, buffer=False))
+        decoder = Decoder(config, ExecutorchPrimitives(weights, recipe, pieces=False))
         cos, sin = map(torch.from_numpy, rope_tables(config, "full", S))
         mask = torch.full((S, S), -1e4).triu(1)[None, None]
         empty = torch.zeros(1, config.num_kv_heads, 0, config.head_dim)
@@ -135,7 +135,7 @@ def test_rows_of_a_quantized_verify_do_not_depend_on_later_rows_or_width() -> No
 
 
 def middle_of(weights: SlotWeights, recipe: ExecutorchRecipe) -> Middle:
-    primitives = ExecutorchPrimitives(weights, recipe, buffer=True)
+    primitives = ExecutorchPrimitives(weights, recipe, pieces=True)
     return Middle(Layer(0, weights.config, primitives), Layer(1, weights.config, primitives))
 
 

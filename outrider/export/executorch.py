@@ -14,12 +14,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from outrider.errors import MissingExtraError, UsageError
 from outrider.export.config import ModelConfig
-from outrider.export.decoder import Decoder, Step
-from outrider.export.executorch_buffer import build_buffer_program
+from outrider.export.executorch_buffer import BufferProgram, Lowering, build_pieces
 from outrider.export.executorch_lower import (
     BACKENDS,
     lower,
@@ -30,6 +29,7 @@ from outrider.export.executorch_lower import (
     write_program,
 )
 from outrider.export.executorch_parts import ExecutorchPrimitives
+from outrider.export.executorch_split import PieceProgram, SplitProgram
 from outrider.export.lowered import Lowered
 from outrider.export.onnx import check_request, graph_meta, mask_kinds
 from outrider.export.rope import rope_frequencies, rotary_size
@@ -75,7 +75,7 @@ def export_pte(
             import torchao  # noqa: F401
         except ImportError as error:
             raise MissingExtraError("torchao", "executorch") from error
-        primitives = ExecutorchPrimitives(weights, recipe, profile == "buffer", backend, stats, progress)
+        primitives = ExecutorchPrimitives(weights, recipe, backend == "xnnpack", backend, stats, progress)
         build = _write_buffer if profile == "buffer" else _write_split
         report, meta = build(path, config, primitives, backend, max_context, widths, hidden_layers)
     for method in report.values():
@@ -123,34 +123,6 @@ def _check_kernels(recipe: ExecutorchRecipe, backend: str, config: ModelConfig) 
         )
 
 
-class SplitProgram(nn.Module):
-    """The decoder with flat inputs, over caches that come in and new rows that go out."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        primitives: ExecutorchPrimitives,
-        max_context: int,
-        hidden_layers: Sequence[int],
-    ) -> None:
-        super().__init__()
-        self.kinds = mask_kinds(config, max_context)
-        self.masks = sorted(set(self.kinds.values()))
-        self.decoder = Decoder(config, primitives, hidden_layers)
-
-    def forward(
-        self, tokens: Tensor, tables: list[Tensor], masks: list[Tensor], past: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Logits [1, W, V], hidden states [1, W, D], then new keys and values [1, G, W, d] of every layer."""
-        pairs = zip(tables[::2], tables[1::2], strict=True)
-        rope = dict(zip(sorted(self.kinds), pairs, strict=True))
-        named = dict(zip(self.masks, masks, strict=True))
-        mask = {kind: named[name] for kind, name in self.kinds.items()}
-        step = Step(rope, mask, list(zip(past[::2], past[1::2], strict=True)))
-        logits, hidden = self.decoder(tokens, None, step)
-        return (logits, *hidden, *(tensor for pair in step.present for tensor in pair))
-
-
 Written = tuple[dict[str, Any], dict[str, Any]]  # delegation reports by method, meta
 
 
@@ -163,8 +135,10 @@ def _write_buffer(
     widths: Sequence[int],
     hidden_layers: Sequence[int],
 ) -> Written:
-    limit = max(widths) if widths else min(WIDEST, max_context)
-    module, inside = build_buffer_program(config, primitives, max_context, limit, hidden_layers)
+    limit = max(2, *widths) if widths else min(WIDEST, max_context)  # a range of one width is none
+    lowering = Lowering(config, max_context, limit)
+    (pieces,) = build_pieces(config, primitives, [lowering])
+    module = BufferProgram(config, pieces, max_context, hidden_layers)
     S, R = (torch.export.Dim(name, min=1, max=limit) for name in ("width", "picked"))
     width, rows = min(5, limit), min(3, limit)
     arguments = (
@@ -186,7 +160,7 @@ def _write_buffer(
         "methods": {"forward": {"inputs": names, "outputs": outputs}},
         "cache": cache,
     }
-    return {"forward": inside | left["forward"]}, meta
+    return {"forward": dict(lowering.report) | left["forward"]}, meta
 
 
 def _write_split(
@@ -198,22 +172,32 @@ def _write_split(
     widths: Sequence[int],
     hidden_layers: Sequence[int],
 ) -> Written:
-    module = SplitProgram(config, primitives, max_context, hidden_layers).eval()
-    kinds = sorted(module.kinds)
+    widths, kinds = sorted(set(widths)), sorted(set(config.layer_types))
+    masks = sorted(set(mask_kinds(config, max_context).values()))
     kv = [f"{part}_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
     inputs = ["tokens", *(f"{name}_{kind}" for kind in kinds for name in ("cos", "sin"))]
-    inputs += [f"mask_{name}" for name in module.masks] + [f"past_{name}" for name in kv]
+    inputs += [f"mask_{name}" for name in masks] + [f"past_{name}" for name in kv]
     outputs = ["logits", *(f"hidden_{layer}" for layer in hidden_layers), *(f"present_{name}" for name in kv)]
+    lowerings: list[Lowering] = []
+    modules: Sequence[nn.Module]
+    if backend == "xnnpack":
+        lowerings = [Lowering(config, max_context + width, width, static=True) for width in widths]
+        pieces = build_pieces(config, primitives, lowerings)
+        modules = [PieceProgram(config, part, max_context, hidden_layers) for part in pieces]
+    else:
+        modules = [SplitProgram(config, primitives, max_context, hidden_layers)] * len(widths)
     programs = {}
-    for width in sorted(set(widths)):
+    for width, module in zip(widths, modules, strict=True):
         arguments = (
             torch.zeros(1, width, dtype=torch.int32),
             [torch.zeros(1, 1, width, rotary_size(config) // 2) for _ in range(2 * len(kinds))],
-            [torch.zeros(1, 1, width, max_context + width) for _ in module.masks],
+            [torch.zeros(1, 1, width, max_context + width) for _ in masks],
             [torch.zeros(1, config.num_kv_heads, max_context, config.head_dim) for _ in kv],
         )
-        programs[f"forward_w{width}"] = trace(module, arguments)
-    report = lower(programs, backend, path)
+        programs[f"forward_w{width}"] = trace(module.eval(), arguments)
+    report = lower(programs, "portable" if lowerings else backend, path)
+    for name, lowering in zip(programs, lowerings, strict=False):
+        report[name] |= lowering.report
     meta = graph_meta(config, "split", max_context, sorted(set(widths)), hidden_layers)
     names = {"inputs": inputs, "outputs": outputs}
     rope = {}

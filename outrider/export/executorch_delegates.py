@@ -38,6 +38,8 @@ class Inputs:
 
     def shapes(self) -> tuple[dict[int, Any], ...]:
         """What torch.export wants."""
+        if not any(dim is not None for dim in self.dynamic):
+            return ({},) * len(self.dynamic)
         width = torch.export.Dim("width", min=1, max=self.limit)
         return tuple({} if dim is None else {dim: width} for dim in self.dynamic)
 
@@ -182,14 +184,13 @@ def _random(tensor: Tensor, generator: torch.Generator) -> Tensor:
 class _Shapes(nn.Module):
     """Tensors of the right shapes, which is all that tracing around a delegate asks of it."""
 
-    def __init__(self, counted: tuple[int, int], shapes: Sequence[Shape]) -> None:
+    def __init__(self, counted: tuple[int, int] | None, shapes: Sequence[Shape]) -> None:
         super().__init__()
         self.counted, self.shapes = counted, shapes
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Zeros."""
-        index, dim = self.counted
-        width = inputs[index].shape[dim]
+        width = 0 if self.counted is None else inputs[self.counted[0]].shape[self.counted[1]]
         return tuple(
             inputs[0].new_zeros([width if size is None else size for size in shape]) for shape in self.shapes
         )
@@ -201,6 +202,6 @@ def shape_program(inputs: Inputs, found: DelegateParts, constants: Mapping[str, 
         inputs.examples[place] if isinstance(place, int) else constants[place] for place in found.order
     )
     dynamic = tuple(inputs.dynamic[place] if isinstance(place, int) else None for place in found.order)
-    index, dim = next((index, dim) for index, dim in enumerate(dynamic) if dim is not None)
+    counted = next(((index, dim) for index, dim in enumerate(dynamic) if dim is not None), None)
     ordered = Inputs(examples, dynamic, inputs.limit)
-    return trace(_Shapes((index, dim), found.shapes), examples, (ordered.shapes(),))
+    return trace(_Shapes(counted, found.shapes), examples, (ordered.shapes(),))

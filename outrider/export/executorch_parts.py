@@ -34,8 +34,8 @@ from outrider.quantize.executorch import (
 from outrider.quantize.report import SlotReport
 
 __all__ = [
-    "BufferAttention",
     "ExecutorchPrimitives",
+    "PieceAttention",
     "ProductNorm",
     "QuantizedEmbedding",
     "QuantizedProducts",
@@ -202,7 +202,7 @@ class SplitProductAttention(SplitAttention):
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
-class BufferAttention(nn.Module):
+class PieceAttention(nn.Module):
     """Grouped-query attention over a cache that is updated between its two halves.
 
     A slot is a row of the cache; positions are only in cos and sin, so that a tree's rows may share one. The
@@ -264,7 +264,7 @@ def half_turn(config: ModelConfig) -> Tensor:
 class ExecutorchPrimitives:
     """Parts that hold their weights, quantized as a recipe says; collects a report of every slot.
 
-    `buffer` chooses `BufferAttention`, else split attention. `backend` is the delegate: Vulkan has a kernel
+    `pieces` chooses `PieceAttention`, else split attention. `backend` is the delegate: Vulkan has a kernel
     for the norm in its usual form, and none for 8-bit rows. A slot is read, quantized and dropped before the
     next.
     """
@@ -273,12 +273,12 @@ class ExecutorchPrimitives:
         self,
         weights: SlotWeights,
         recipe: ExecutorchRecipe,
-        buffer: bool,
+        pieces: bool,
         backend: str = "xnnpack",
         stats: Mapping[str, FloatArray] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.weights, self.recipe, self.buffer, self.vulkan = weights, recipe, buffer, backend == "vulkan"
+        self.weights, self.recipe, self.pieces, self.vulkan = weights, recipe, pieces, backend == "vulkan"
         self.stats, self.progress = stats or {}, progress
         self.slots: list[SlotReport] = []
         self.products = 0  # with integer weights
@@ -335,8 +335,8 @@ class ExecutorchPrimitives:
         return TupleGate(config.activation)
 
     def attention(self, layer: int, config: ModelConfig) -> nn.Module:
-        """`BufferAttention`, or `SplitAttention` over three parts."""
-        return (BufferAttention if self.buffer else SplitProductAttention)(layer, config, self)
+        """`PieceAttention`, or `SplitAttention` over three parts."""
+        return (PieceAttention if self.pieces else SplitProductAttention)(layer, config, self)
 
 
 def part_cuts(config: ModelConfig, slot: str) -> list[int]:
