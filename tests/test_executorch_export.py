@@ -334,6 +334,17 @@ def test_wider_blocks_become_8_bit_rows_where_the_delegate_has_a_kernel_for_them
     assert carry_slot(exact, GROUPS, None) is None
 
 
+def test_a_stand_in_for_vulkan_has_the_integers_that_vulkan_would_have() -> None:
+    weights = tiny_weights()
+    weights.raw = lambda slot: [raw_blocks(weights.matrix(slot), "Q8_0")[0]]  # type: ignore[method-assign]
+    found = {}
+    for rows in (True, False):
+        primitives = ExecutorchPrimitives(weights, RECIPE, pieces=True, rows=rows)
+        primitives.linear("layers.0.down", weights.config)
+        found[rows] = primitives.slots[0].after
+    assert found == {True: "int8-rows", False: "int4-b32-mse"}
+
+
 def test_minima_of_carried_blocks_meet_the_float_sums_of_their_inputs() -> None:
     from outrider.export.executorch_parts import QuantizedProducts
 

@@ -54,6 +54,7 @@ def export_pte(
     max_context: int,
     widths: Sequence[int] = (),
     hidden_layers: Sequence[int] = (),
+    stand_in_for: str | None = None,
     stats: Mapping[str, NDArray[np.float32]] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Lowered:
@@ -62,7 +63,8 @@ def export_pte(
     `widths`: of a `split` program, one method each; the largest limits the tokens of a `buffer` forward
     (64 if empty). `meta["methods"]` names the inputs and outputs of every method in order;
     `meta["widths"]` lists the widths that run; `notes["delegation"]` holds the reports of `lower`.
-    `stats` are mean squares of the inputs [K] by slot, which weigh the errors of 4-bit scales.
+    `stats` are mean squares of the inputs [K] by slot, which weigh the errors of 4-bit scales. `stand_in_for`
+    "vulkan" gives an XNNPACK program the integers that Vulkan's would have, to be run in its place.
     Raises UsageError for what cannot be exported, ExportError for a vendor backend without its SDK, when a
     recipe changed nothing or integer products were left outside the delegate.
     """
@@ -75,7 +77,15 @@ def export_pte(
             import torchao  # noqa: F401
         except ImportError as error:
             raise MissingExtraError("torchao", "executorch") from error
-        primitives = ExecutorchPrimitives(weights, recipe, backend == "xnnpack", backend, stats, progress)
+        primitives = ExecutorchPrimitives(
+            weights,
+            recipe,
+            backend == "xnnpack",
+            vulkan=backend == "vulkan",
+            rows="vulkan" not in (backend, stand_in_for),
+            stats=stats,
+            progress=progress,
+        )
         build = _write_buffer if profile == "buffer" else _write_split
         report, meta = build(path, config, primitives, backend, max_context, widths, hidden_layers)
     for method in report.values():

@@ -264,9 +264,8 @@ def half_turn(config: ModelConfig) -> Tensor:
 class ExecutorchPrimitives:
     """Parts that hold their weights, quantized as a recipe says; collects a report of every slot.
 
-    `pieces` chooses `PieceAttention`, else split attention. `backend` is the delegate: Vulkan has a kernel
-    for the norm in its usual form, and none for 8-bit rows. A slot is read, quantized and dropped before the
-    next.
+    `pieces` chooses `PieceAttention`, else split attention. `vulkan` chooses the norm that Vulkan has a kernel
+    for; `rows` allows 8-bit rows for wide source blocks. A slot is read, quantized and dropped before the next.
     """
 
     def __init__(
@@ -274,11 +273,14 @@ class ExecutorchPrimitives:
         weights: SlotWeights,
         recipe: ExecutorchRecipe,
         pieces: bool,
-        backend: str = "xnnpack",
+        *,
+        vulkan: bool = False,
+        rows: bool = True,
         stats: Mapping[str, FloatArray] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.weights, self.recipe, self.pieces, self.vulkan = weights, recipe, pieces, backend == "vulkan"
+        self.weights, self.recipe, self.pieces = weights, recipe, pieces
+        self.vulkan, self.rows = vulkan, rows
         self.stats, self.progress = stats or {}, progress
         self.slots: list[SlotReport] = []
         self.products = 0  # with integer weights
@@ -289,7 +291,7 @@ class ExecutorchPrimitives:
         weight, raw, packed = self.weights.matrix(slot), self.weights.raw(slot), None
         scheme = self.recipe.scheme_for(slot)
         if scheme is not None:
-            carried = carry_slot(weight, scheme, raw, rows=not self.vulkan)
+            carried = carry_slot(weight, scheme, raw, rows=self.rows)
             scheme, packed = carried or (scheme, quantize(weight, scheme, self._importance(slot, scheme)))
         self.slots.append(describe_slot(slot, weight, scheme, packed, raw))
         if self.progress:

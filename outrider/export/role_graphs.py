@@ -213,7 +213,7 @@ def _lower_vulkan(making: Making) -> Lowered:
     lowered = _lower_pte(making, making.place, "vulkan", "split", widths)
     few = tuple(width for width in widths if width in STAND_IN_WIDTHS) or widths[:1]
     with tempfile.TemporaryDirectory(dir=making.place) as place:
-        stand_in = _lower_pte(making, Path(place), "xnnpack", "split", few)
+        stand_in = _lower_pte(making, Path(place), "xnnpack", "split", few, stand_in_for="vulkan")
         path = making.place / REFERENCE
         stand_in.files[0].replace(path)
     reference = {"file": REFERENCE, "widths": list(few), "methods": stand_in.meta["methods"]}
@@ -221,7 +221,12 @@ def _lower_vulkan(making: Making) -> Lowered:
 
 
 def _lower_pte(
-    making: Making, place: Path, backend: str, profile: Literal["buffer", "split"], widths: tuple[int, ...]
+    making: Making,
+    place: Path,
+    backend: str,
+    profile: Literal["buffer", "split"],
+    widths: tuple[int, ...],
+    stand_in_for: str | None = None,
 ) -> Lowered:
     from outrider.export.executorch import export_pte
     from outrider.quantize.executorch import executorch_recipe
@@ -245,6 +250,7 @@ def _lower_pte(
         max_context=plan.max_context,
         widths=widths,
         hidden_layers=making.options.hidden_layers if plan.role == "target" else (),
+        stand_in_for=stand_in_for,
         stats=moments,
         progress=making.progress,
     )
