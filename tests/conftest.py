@@ -18,6 +18,19 @@ settings.register_profile(
 )
 settings.load_profile("steady")
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails the run")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """CI installs every extra: what is skipped there was not tested, and a green run would hide it."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("--no-skips") and reporter is not None and reporter.stats.get("skipped"):
+        reporter.write_line("--no-skips: there are skipped tests; -rs names them", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 TEXTS = [
     "the quick brown fox jumps over the lazy dog, and the dog sleeps on",
     "def add(a, b):\n    return a + b\n",
