@@ -23,7 +23,7 @@ from outrider.errors import ExportError, MissingExtraError, UsageError
 from outrider.export.lowered import Lowered
 from outrider.export.npu import export_npu
 from outrider.export.npu_context import compile_contexts
-from outrider.export.npu_embedding import EmbeddingTable, write_embedding
+from outrider.export.npu_embedding import extremes, write_embedding
 from outrider.export.npu_graph import lay_out
 from outrider.export.npu_scales import HIDDEN, Scale, choose_scales, top_of
 from outrider.quantize.npu_recipes import (
@@ -34,6 +34,7 @@ from outrider.quantize.npu_recipes import (
     with_npu_overrides,
 )
 from outrider.quantize.ranges import Range
+from outrider.targets.npu_host import EmbeddingTable
 from outrider.targets.qnn import NpuGraph
 from outrider.targets.qnn_plugin import binary_of, compiled_for, has_emulator, soc_of
 from tests import families
@@ -301,11 +302,11 @@ def test_rows_of_the_embedding_come_back_scaled_within_half_a_step(family: str, 
     weights = families.weights_of(family, families.oracle(family))
     table, meta, report = write_embedding(weights.config, weights, tmp_path / "embedding.i8")
     exact = weights.matrix("embedding") * np.float32(weights.config.embedding_scale)
-    again = EmbeddingTable(tmp_path / "embedding.i8", meta)(np.arange(len(exact)))
+    again = EmbeddingTable(tmp_path / "embedding.i8", meta).rows(np.arange(len(exact)))
     steps = np.abs(exact.reshape(len(exact), -1, meta["block"])).max(axis=2) / 127
     wrong = np.abs(again - exact).reshape(len(exact), -1, meta["block"]).max(axis=2)
     assert (wrong <= 0.51 * steps + 1e-6).all()
-    assert table.extremes() == (again.min(), again.max())
+    assert extremes(table) == (again.min(), again.max())
     assert 0 < report.relative_error < 0.01
 
 

@@ -22,7 +22,7 @@ from outrider.export.config import ModelConfig
 from outrider.export.damage import slot_damages
 from outrider.export.lowered import Lowered
 from outrider.export.npu_calibrate import calibrate_ranges
-from outrider.export.npu_embedding import EmbeddingTable, write_embedding
+from outrider.export.npu_embedding import extremes, write_embedding
 from outrider.export.npu_graph import NpuGraph, Numerics, lay_out, row_count
 from outrider.export.npu_qdq import write_quantized
 from outrider.export.npu_scales import Scale, choose_scales, massive_slots, stream_scale
@@ -34,6 +34,7 @@ from outrider.quantize.channels import ChannelMatrix
 from outrider.quantize.npu_recipes import NpuRecipe, with_npu_overrides
 from outrider.quantize.ranges import Range
 from outrider.quantize.sensitivity import choose_overrides
+from outrider.targets.npu_host import EmbeddingTable
 
 __all__ = ["export_npu", "npu_meta"]
 
@@ -120,9 +121,9 @@ def calibrated(
 
     def run(numerics: Numerics) -> dict[str, Range]:
         found = calibrate_ranges(
-            config, weights, table, texts, max_context=max_context, numerics=numerics, progress=report
+            config, weights, table.rows, texts, max_context=max_context, numerics=numerics, progress=report
         )
-        return {**found, **host_ranges(config, max_context, table.extremes())}
+        return {**found, **host_ranges(config, max_context, extremes(table))}
 
     shape = lay_out(config, weights, max_context=max_context, width=1, rows=1)
     numerics, ranges = Numerics(), run(Numerics())

@@ -119,8 +119,8 @@ def _session(plugin: tuple[Any, list[Any]], path: Path, ids: SocIds, entries: Ma
             return ort.InferenceSession(str(path), options)
     except Exception as error:
         raise ExportError(
-            f"QNN cannot compile {path.name} for {ids}: {error}. Without `--backend qnn` the bundle is built for "
-            "its other units"
+            f"QNN cannot compile {path.name} for {ids}: {error}. Without qnn among `--backends` the bundle is "
+            "built for its other units"
         ) from error
 
 

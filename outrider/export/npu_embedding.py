@@ -10,39 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.export.config import ModelConfig
 from outrider.export.slots import SlotWeights
 from outrider.quantize.report import SlotReport
+from outrider.targets.npu_host import EmbeddingTable
 
-__all__ = ["EmbeddingTable", "write_embedding"]
+__all__ = ["extremes", "write_embedding"]
 
 BLOCK = 32
 CHUNK = 4096  # rows at a time
 
 
-class EmbeddingTable:
-    """Rows of an embedding file as the graph's host reads them."""
-
-    def __init__(self, path: Path, meta: dict[str, Any]) -> None:
-        V, D, block = meta["rows"], meta["columns"], meta["block"]
-        self.block = block
-        self.codes = np.memmap(path, np.int8, "r", 0, (V, D))
-        self.scales = np.memmap(path, "<f2", "r", meta["scales_offset"], (V, D // block))
-
-    def __call__(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """[S] -> [S, D]"""
-        scales = np.repeat(self.scales[tokens].astype(np.float32), self.block, axis=1)
-        return self.codes[tokens].astype(np.float32) * scales
-
-    def extremes(self) -> tuple[float, float]:
-        """The smallest and the largest value of any row."""
-        low = high = 0.0
-        for start in range(0, len(self.codes), CHUNK):
-            rows = self(np.arange(start, min(start + CHUNK, len(self.codes))))
-            low, high = min(low, float(rows.min())), max(high, float(rows.max()))
-        return low, high
+def extremes(table: EmbeddingTable) -> tuple[float, float]:
+    """The smallest and the largest value of any row, and 0."""
+    low = high = 0.0
+    for start in range(0, len(table), CHUNK):
+        rows = table.rows(np.arange(start, min(start + CHUNK, len(table))))
+        low, high = min(low, float(rows.min())), max(high, float(rows.max()))
+    return low, high
 
 
 def write_embedding(

@@ -88,6 +88,10 @@ class EmbeddingTable:
         self._codes = np.memmap(path, np.int8, "r", 0, (V, D))
         self._scales = np.memmap(path, "<f2", "r", offset, (V, D // self.block))
 
+    def __len__(self) -> int:
+        """How many ids it knows."""
+        return len(self._codes)
+
     def rows(self, tokens: IntArray) -> Float32Array:
         """[S] -> [S, D]. Raises ValueError for an id that the table does not have."""
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < len(self._codes):
