@@ -145,6 +145,7 @@ def _bundle(bundle: Path, pair: Pair, mirror: str | None, force: bool, bar: Prog
         target=RoleOptions(pair.target, pair.precision),
         draft=RoleOptions(pair.draft, pair.draft_precision),
         output=bundle,
+        allow_quality=True,  # the stand-in draft is coarse on purpose
         mirror=mirror,
         force=True,
     )

@@ -77,6 +77,7 @@ def _options(device: str, pair: Pair, bundle: Path, mirror: str | None) -> Expor
         draft_context=DRAFT_CONTEXT,
         backends=BACKENDS,
         extent=Extent(wikitext=256, own=128),
+        allow_quality=True,  # the stand-in draft is coarse on purpose
         mirror=mirror,
         force=True,
     )

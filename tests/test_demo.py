@@ -1,0 +1,37 @@
+"""What the demonstrations ask the export for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cli import demo, demo_device
+from outrider.cli.options import ProgressBar
+
+
+class Asked(Exception):
+    """Carries what an export was asked for."""
+
+
+@pytest.mark.parametrize("device", [None, "snapdragon-8-gen3"])
+def test_a_demo_ships_its_coarse_draft_below_the_gate(
+    device: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in draft is rounded so coarsely that no gate passes it; without leave the demo ends in an error."""
+
+    def export(options: Any, *rest: Any) -> None:
+        raise Asked(options)
+
+    monkeypatch.setattr("outrider.export.bundle.export_bundle", export)
+    monkeypatch.setattr("outrider.export.fetch.fetch", lambda *arguments, **options: Path(__file__))
+    pair = demo.PAIRS["smollm2"]
+    with pytest.raises(Asked) as asked:
+        if device is None:
+            demo._bundle(tmp_path, pair, None, True, ProgressBar())
+        else:
+            demo_device._bundle(device, pair, tmp_path, None, True, ProgressBar())
+    (options,) = asked.value.args
+    assert options.allow_quality
+    assert options.draft.precision == pair.draft_precision
