@@ -11,7 +11,7 @@ from outrider.cli import demo, demo_device
 from outrider.cli.options import ProgressBar
 
 
-class Asked(Exception):
+class AskedError(Exception):
     """Carries what an export was asked for."""
 
 
@@ -22,16 +22,16 @@ def test_a_demo_ships_its_coarse_draft_below_the_gate(
     """The stand-in draft is rounded so coarsely that no gate passes it; without leave the demo ends in an error."""
 
     def export(options: Any, *rest: Any) -> None:
-        raise Asked(options)
+        raise AskedError(options)
 
     monkeypatch.setattr("outrider.export.bundle.export_bundle", export)
     monkeypatch.setattr("outrider.export.fetch.fetch", lambda *arguments, **options: Path(__file__))
     pair = demo.PAIRS["smollm2"]
-    with pytest.raises(Asked) as asked:
-        if device is None:
-            demo._bundle(tmp_path, pair, None, True, ProgressBar())
-        else:
-            demo_device._bundle(device, pair, tmp_path, None, True, ProgressBar())
+    first = () if device is None else (device,)
+    make = demo._bundle if device is None else demo_device._bundle
+    arguments: tuple[Any, ...] = (pair, tmp_path) if device else (tmp_path, pair)
+    with pytest.raises(AskedError) as asked:
+        make(*first, *arguments, None, True, ProgressBar())
     (options,) = asked.value.args
     assert options.allow_quality
     assert options.draft.precision == pair.draft_precision

@@ -498,6 +498,9 @@ def test_the_soc_of_a_machine_is_what_its_kernel_says(tmp_path: Path) -> None:
         assert device_here(tmp_path) == slug
 
 
+TABLE = {
+    "dtype": "int8", "scale_dtype": "float16", "rows": 96, "columns": 32, "block": 32, "scales_offset": 96 * 32,
+}  # fmt: skip
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "profile": ({"profile": "inplace"}, "profile 'inplace' .* is not for an NPU"),
     "vocab_size": ({"vocab_size": 95}, r"has logits uint16\[1, 1, 96\], the manifest says uint16\[1, 1, 95\]"),
@@ -516,6 +519,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"functions": {str(W): f"v{W}.onnx" for W in npu_toy.WIDTHS}}, "v1.onnx does not exist"),
     "scale": ({"scales": {"x": [0.1, 0]}}, "no scale for 'cos_full'"),
     "impossible": ({"scales": {"x": [0.0, 0]}}, "scale 0.0 with zero point 0 is impossible"),
+    "odd scale": ({"scales": {"x": "oops"}}, "description cannot be read"),
+    "odd sizes": ({"widths": 4}, "description cannot be read"),
+    "blocks of nothing": (
+        {"embedding": {**TABLE, "block": 0}},
+        "in blocks of 0 is impossible",
+    ),
+    "odd rows": ({"embedding": {**TABLE, "rows": None}}, "of the embedding cannot be read"),
     "embedding": ({"embedding": {"rows": 5}}, "description of the embedding lacks 'columns'"),
 }  # fmt: skip
 

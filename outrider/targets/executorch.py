@@ -20,7 +20,7 @@ from outrider.targets.cached_graph import CachedGraph
 from outrider.targets.executorch_profiles import RUNNERS, Program, described
 from outrider.targets.executorch_shim.program import ShimProgram
 from outrider.targets.executorch_torch import TorchProgram
-from outrider.targets.graph_meta import GraphMeta
+from outrider.targets.graph_meta import GraphMeta, reading_description
 
 __all__ = ["ExecutorchGraph", "RuntimeName"]
 
@@ -66,7 +66,8 @@ class ExecutorchGraph(CachedGraph):
         try:
             program = open_program(path, threads, runtime)
             record.refuse_another_graph(described(program, record, meta, path), path)
-            return cls(record, meta, program)
+            with reading_description():
+                return cls(record, meta, program)
         except RuntimeError as error:
             _close(program)
             raise BackendError(f"ExecuTorch cannot load {path}: {error}; {WAY_OUT}") from error

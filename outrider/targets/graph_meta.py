@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import BackendError
 
-__all__ = ["GraphMeta"]
+__all__ = ["GraphMeta", "reading_description"]
 
 SIZES = ("max_context", "vocab_size", "hidden_size", "layers", "kv_heads", "head_dim")
+
+
+@contextmanager
+def reading_description() -> Iterator[None]:
+    """Raise BackendError for what a manifest lacks or has in another form; it may have been edited by hand."""
+    try:
+        yield
+    except KeyError as missing:
+        raise BackendError(f"the graph's description lacks {missing}; export the bundle again") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise BackendError(
+            f"the graph's description cannot be read ({error}); export the bundle again"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -32,8 +46,8 @@ class GraphMeta:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> GraphMeta:
-        """Read the record; raises BackendError when a field is missing."""
-        try:
+        """Read the record; raises BackendError when a field is missing or has another form."""
+        with reading_description():
             return cls(
                 profile=str(values["profile"]),
                 widths=tuple(values["widths"]) if values["widths"] is not None else None,
@@ -42,8 +56,6 @@ class GraphMeta:
                 sliding_window=values["sliding_window"],
                 **{name: int(values[name]) for name in SIZES},
             )
-        except KeyError as missing:
-            raise BackendError(f"the graph's description lacks {missing}; export the bundle again") from None
 
     def refuse_another_graph(self, described: Mapping[str, Any], path: Path) -> None:
         """Raise BackendError naming the first field in which an opened graph's own description differs."""

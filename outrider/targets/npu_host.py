@@ -74,6 +74,14 @@ class EmbeddingTable:
             raise BackendError(
                 f"the description of the embedding lacks {missing}; export the bundle again"
             ) from None
+        except (TypeError, ValueError) as error:
+            raise BackendError(
+                f"the description of the embedding cannot be read ({error}); export the bundle again"
+            ) from None
+        if min(V, D, self.block) < 1:
+            raise BackendError(
+                f"an embedding of {V} x {D} in blocks of {self.block} is impossible; export the bundle again"
+            )
         if kinds != ("int8", "float16"):
             raise BackendError(
                 f"the embedding holds {kinds[0]} with {kinds[1]} scales; known: int8 with float16"

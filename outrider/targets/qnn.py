@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from outrider.contracts import BoolArray, Float32Array, IntArray
 from outrider.errors import BackendError, UsageError
 from outrider.targets.cached_graph import CachedGraph
-from outrider.targets.graph_meta import GraphMeta
+from outrider.targets.graph_meta import GraphMeta, reading_description
 from outrider.targets.npu_host import EmbeddingTable, KvCache, RopeTable, Scale, static_mask
 from outrider.targets.qnn_plugin import (
     QNN,
@@ -78,7 +78,7 @@ class NpuMeta:
             raise BackendError(
                 f"profile {graph.profile!r} with widths {graph.widths} is not for an NPU, which takes 'split'"
             )
-        try:
+        with reading_description():
             rope = {
                 kind: (np.asarray(table["inv_freq"], np.float64), float(table["scale"]))
                 for kind, table in values["rope"].items()
@@ -98,8 +98,6 @@ class NpuMeta:
                 embedding=values["embedding"],
                 soc=SocIds(values["soc_model"], values["htp_arch"]) if values.get("soc_model") else None,
             )
-        except KeyError as missing:
-            raise BackendError(f"the graph's description lacks {missing}; export the bundle again") from None
         made._refuse_gaps()
         return made
 
