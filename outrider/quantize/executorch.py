@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from outrider.errors import ExportError, UsageError
 from outrider.quantize.carry import carried_scheme, carry
 from outrider.quantize.layout import over_chunks, unpack_nibbles
+from outrider.quantize.registry import named
 from outrider.quantize.report import SlotReport
 from outrider.quantize.schemes import Carry, RawBlocks
 
@@ -106,11 +106,7 @@ EXECUTORCH_RECIPES: dict[str, ExecutorchRecipe] = {
 
 def executorch_recipe(name: str) -> ExecutorchRecipe:
     """The recipe of this name. Raises UsageError that lists the known names and the nearest one."""
-    if name in EXECUTORCH_RECIPES:
-        return EXECUTORCH_RECIPES[name]
-    near = get_close_matches(name, EXECUTORCH_RECIPES, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UsageError(f"unknown ExecuTorch precision {name!r}; known: {', '.join(EXECUTORCH_RECIPES)}.{hint}")
+    return named(EXECUTORCH_RECIPES, name, "ExecuTorch precision")
 
 
 class IntxWeight(NamedTuple):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import get_args
 
 from outrider.errors import UsageError
 from outrider.quantize.calibration import GPTQ_INPUTS
 from outrider.quantize.channels import ChannelMethod
+from outrider.quantize.registry import named
 
 __all__ = ["NPU_RECIPES", "NpuRecipe", "get_npu_recipe", "parse_npu_overrides", "with_npu_overrides"]
 
@@ -70,11 +70,7 @@ NPU_RECIPES: dict[str, NpuRecipe] = {
 
 def get_npu_recipe(name: str) -> NpuRecipe:
     """The recipe of this name. Raises UsageError that lists the known names and the nearest one."""
-    if name in NPU_RECIPES:
-        return NPU_RECIPES[name]
-    near = get_close_matches(name, NPU_RECIPES, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UsageError(f"unknown NPU precision {name!r}; known: {', '.join(NPU_RECIPES)}.{hint}")
+    return named(NPU_RECIPES, name, "NPU precision")
 
 
 def with_npu_overrides(recipe: NpuRecipe, overrides: Overrides) -> NpuRecipe:

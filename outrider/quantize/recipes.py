@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, cast
 
 from outrider.errors import UsageError
+from outrider.quantize.registry import named
 from outrider.quantize.schemes import (
     BLOCK_SIZES,
     METHODS,
@@ -76,11 +77,7 @@ RECIPES: dict[str, Recipe] = {
 
 def get_recipe(name: str) -> Recipe:
     """The recipe of this name. Raises UsageError that lists the known names and the nearest one."""
-    if name in RECIPES:
-        return RECIPES[name]
-    near = get_close_matches(name, RECIPES, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UsageError(f"unknown precision {name!r}; known: {', '.join(RECIPES)}.{hint}")
+    return named(RECIPES, name, "precision")
 
 
 def with_overrides(recipe: Recipe, overrides: Overrides) -> Recipe:
