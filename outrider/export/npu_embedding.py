@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from outrider.errors import ExportError
 from outrider.export.config import ModelConfig
 from outrider.export.slots import SlotWeights
 from outrider.quantize.report import SlotReport
-from outrider.targets.npu_host import EmbeddingTable
+from outrider.targets.npu_host import EmbeddingTable, HalfTable
 
-__all__ = ["extremes", "write_embedding"]
+__all__ = ["extremes", "write_embedding", "write_half_embedding"]
 
 BLOCK = 32
 CHUNK = 4096  # rows at a time
@@ -61,16 +63,45 @@ def write_embedding(
         "scale_dtype": "float16",
         "scales_offset": V * D,
     }
+    report = _report(config, matrix, f"int8-b{block}", path, lost)
+    return EmbeddingTable(path, meta), meta, report
+
+
+def write_half_embedding(
+    config: ModelConfig, weights: SlotWeights, path: Path
+) -> tuple[HalfTable, dict[str, Any], SlotReport]:
+    """Write the table in float16, without scales; returns what `write_embedding` does.
+
+    Raises ExportError for a row that half precision cannot hold.
+    """
+    matrix = weights.matrix("embedding")
+    lost = 0.0
+    with open(path, "wb") as file:
+        for start in range(0, len(matrix), CHUNK):
+            rows = matrix[start : start + CHUNK] * np.float32(config.embedding_scale)
+            largest = float(np.abs(rows).max())
+            if not largest <= np.finfo(np.float16).max:
+                raise ExportError(f"an embedding row reaches {largest:g}; float16 ends at 65504")
+            half = rows.astype("<f2")
+            lost += float(np.square(rows - half.astype(np.float32), dtype=np.float64).sum())
+            file.write(half.tobytes())
+    meta = {"dtype": "float16", "rows": matrix.shape[0], "columns": matrix.shape[1]}
+    return HalfTable(path, meta), meta, _report(config, matrix, "fp16", path, lost)
+
+
+def _report(
+    config: ModelConfig, matrix: NDArray[np.float32], after: str, path: Path, lost: float
+) -> SlotReport:
+    """`lost` is the sum of squares of what rounding changed."""
     total = float(np.square(matrix, dtype=np.float64).sum()) * config.embedding_scale**2
-    report = SlotReport(
+    return SlotReport(
         slot="embedding",
-        shape=(V, D),
+        shape=(matrix.shape[0], matrix.shape[1]),
         before=str(matrix.dtype),
-        after=f"int8-b{block}",
+        after=after,
         bytes_before=matrix.nbytes,
         bytes_after=path.stat().st_size,
         relative_error=float(np.sqrt(lost / total)) if total else 0.0,
         carried=False,
         reason="looked up on the host",
     )
-    return EmbeddingTable(path, meta), meta, report

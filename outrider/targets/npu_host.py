@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from outrider.contracts import BoolArray, Float32Array, IntArray
 from outrider.errors import BackendError
+from outrider.targets.graph_meta import reading_description
 from outrider.targets.masks import fill_static_mask, visible_columns
 
-__all__ = ["EmbeddingTable", "KvCache", "RopeTable", "Scale", "static_mask"]
+__all__ = ["EmbeddingTable", "HalfTable", "KvCache", "RopeTable", "Scale", "open_embedding", "static_mask"]
 
 IntegerArray = NDArray[Any]  # of the dtype of its scale
 DTYPES = ("uint8", "int8", "uint16", "int16")
@@ -54,6 +55,68 @@ class Scale:
         return (integers.astype(np.float32) - np.float32(self.zero_point)) * np.float32(self.scale)
 
 
+def open_embedding(path: Path, meta: Mapping[str, Any]) -> EmbeddingTable | HalfTable:
+    """The table of an embedding file, by the dtype that `meta` says. Raises BackendError as the tables do."""
+    return HalfTable(path, meta) if meta.get("dtype") == "float16" else EmbeddingTable(path, meta)
+
+
+class HalfTable:
+    """Rows of an embedding file that holds float16 [V, D], little-endian, and nothing else."""
+
+    def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
+        """Raises BackendError when the file is missing or is not what `meta` says."""
+        _refuse_absent(path)
+        V, self.columns = _sizes(meta, "rows", "columns")
+        size, needed = path.stat().st_size, 2 * V * self.columns
+        if size != needed:
+            raise BackendError(
+                f"{path} has {size} bytes; a table of {V} x {self.columns} in float16 has {needed}: "
+                "fetch or export the bundle again"
+            )
+        self._rows = np.memmap(path, "<f2", "r", 0, (V, self.columns))
+
+    def __len__(self) -> int:
+        """How many ids it knows."""
+        return len(self._rows)
+
+    def rows(self, tokens: IntArray) -> Float32Array:
+        """[S] -> [S, D]. Raises ValueError for an id that the table does not have."""
+        _refuse_unknown(tokens, len(self))
+        return np.asarray(self._rows[tokens], np.float32)
+
+
+def _refuse_absent(path: Path) -> None:
+    if not path.is_file():
+        raise BackendError(
+            f"the embedding file {path} does not exist; export the bundle again or fetch it whole"
+        )
+
+
+def _sizes(meta: Mapping[str, Any], *names: str) -> tuple[int, ...]:
+    """Positive whole numbers of an embedding's description."""
+    try:
+        sizes = tuple(int(meta[name]) for name in names)
+    except KeyError as missing:
+        raise BackendError(
+            f"the description of the embedding lacks {missing}; export the bundle again"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise BackendError(
+            f"the description of the embedding cannot be read ({error}); export the bundle again"
+        ) from None
+    if min(sizes) < 1:
+        shown = ", ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+        raise BackendError(f"an embedding of {shown} is impossible; export the bundle again")
+    return sizes
+
+
+def _refuse_unknown(tokens: IntArray, rows: int) -> None:
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < rows:
+        raise ValueError(
+            f"token ids {tokens.min()} to {tokens.max()} were given; the embedding has {rows} rows"
+        )
+
+
 class EmbeddingTable:
     """Rows of an embedding file, which stays on disk until they are asked for.
 
@@ -63,28 +126,13 @@ class EmbeddingTable:
 
     def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
         """Raises BackendError when the file is missing or is not what `meta` says."""
-        if not path.is_file():
-            raise BackendError(
-                f"the embedding file {path} does not exist; export the bundle again or fetch it whole"
-            )
-        try:
-            V, D, self.block = (int(meta[name]) for name in ("rows", "columns", "block"))
+        _refuse_absent(path)
+        V, D, self.block = _sizes(meta, "rows", "columns", "block")
+        with reading_description():
             kinds, offset = (meta["dtype"], meta["scale_dtype"]), int(meta["scales_offset"])
-        except KeyError as missing:
-            raise BackendError(
-                f"the description of the embedding lacks {missing}; export the bundle again"
-            ) from None
-        except (TypeError, ValueError) as error:
-            raise BackendError(
-                f"the description of the embedding cannot be read ({error}); export the bundle again"
-            ) from None
-        if min(V, D, self.block) < 1:
-            raise BackendError(
-                f"an embedding of {V} x {D} in blocks of {self.block} is impossible; export the bundle again"
-            )
         if kinds != ("int8", "float16"):
             raise BackendError(
-                f"the embedding holds {kinds[0]} with {kinds[1]} scales; known: int8 with float16"
+                f"the embedding holds {kinds[0]} with {kinds[1]} scales; known: int8 with float16, float16 alone"
             )
         size, needed = path.stat().st_size, offset + 2 * V * (D // self.block)
         if size != needed or offset != V * D:
@@ -102,10 +150,7 @@ class EmbeddingTable:
 
     def rows(self, tokens: IntArray) -> Float32Array:
         """[S] -> [S, D]. Raises ValueError for an id that the table does not have."""
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < len(self._codes):
-            raise ValueError(
-                f"token ids {tokens.min()} to {tokens.max()} were given; the embedding has {len(self._codes)} rows"
-            )
+        _refuse_unknown(tokens, len(self))
         scales = np.repeat(self._scales[tokens].astype(np.float32), self.block, axis=1)
         return self._codes[tokens].astype(np.float32) * scales
 
