@@ -1,37 +1,59 @@
-"""A folder that takes its place whole or not at all, and leaves what was there as it was when something breaks."""
+"""A folder that takes its place whole or not at all, and leaves what was there as it was when something breaks.
+
+A process that is killed cannot clean up after itself. Its unfinished folder is locked as long as it lives (`flock`),
+so the next export into the same place takes away what dead ones left, and refuses to run beside a living one.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from outrider.errors import ExportError, UsageError
 from outrider.manifest import MANIFEST_NAME
 
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows: nothing is locked, so nothing of others is taken away
+    fcntl = None
+
 __all__ = ["fresh_folder", "take_place"]
+
+UNFINISHED, ASIDE = ".partial", ".old"
 
 
 @contextmanager
 def fresh_folder(output: Path, force: bool) -> Iterator[Path]:
     """A temporary folder that takes the place of `output` when the block ends well."""
-    _refuse_existing(output, force)
+    output = Path(os.path.abspath(output))  # "." has no name of its own
     folder: Path | None = None
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
-        folder.chmod(0o755)
-        yield folder
-        take_place(folder, output)
-    except OSError as error:
-        raise _disk_error(error, output) from error
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        try:
+            _refuse_impossible(output)
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(output.parent) as sure:  # so that no new folder is seen before it is locked
+                if sure:
+                    _take_away_unfinished(output)
+                _refuse_existing(output, force)
+                folder = _beside(output, UNFINISHED)
+                stack.enter_context(_locked(folder))
+            folder.chmod(0o755)
+            yield folder
+            _refuse_existing(output, force)  # somebody else may have put something there meanwhile
+            take_place(folder, output)
+        except OSError as error:
+            raise _disk_error(error, output) from error
+        finally:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def take_place(folder: Path, output: Path) -> None:
@@ -39,7 +61,7 @@ def take_place(folder: Path, output: Path) -> None:
     if not output.exists():
         os.replace(folder, output)
         return
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".old", dir=output.parent))
+    aside = _beside(output, ASIDE)
     try:
         os.replace(output, aside / "bundle")
         os.replace(folder, output)
@@ -49,6 +71,70 @@ def take_place(folder: Path, output: Path) -> None:
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _beside(output: Path, suffix: str) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=suffix, dir=output.parent))
+
+
+def _take_away_unfinished(output: Path) -> None:
+    """Remove what killed exports into `output` left beside it, and put back what one had moved aside.
+
+    Raises UsageError when one is still running.
+    """
+    for left in _left_beside(output, UNFINISHED):
+        try:
+            with _locked(left, wait=False):
+                shutil.rmtree(left, ignore_errors=True)
+        except BlockingIOError:
+            raise UsageError(
+                f"another export into {output} is running; wait for it, or choose another folder"
+            ) from None
+    for left in _left_beside(output, ASIDE):
+        if not output.exists() and (left / "bundle").exists():
+            os.replace(left / "bundle", output)
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _left_beside(output: Path, suffix: str) -> list[Path]:
+    name = re.compile(re.escape(f".{output.name}.") + r"[a-z0-9_]{8}" + re.escape(suffix))
+    return [path for path in output.parent.iterdir() if name.fullmatch(path.name) and path.is_dir()]
+
+
+@contextmanager
+def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of a folder; False where its file system has none.
+
+    Raises BlockingIOError when another process has it and `wait` is False.
+    """
+    if fcntl is None:
+        yield False
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield _flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    finally:
+        os.close(descriptor)
+
+
+def _flock(descriptor: int, operation: int) -> bool:
+    assert fcntl is not None
+    try:
+        fcntl.flock(descriptor, operation)
+    except BlockingIOError:
+        raise
+    except OSError:  # some network file systems have no locks
+        return False
+    return True
+
+
+def _refuse_impossible(output: Path) -> None:
+    """What could not be renamed over at the end, however the export goes."""
+    if output.is_mount() or output == Path.cwd():
+        what = "a file system of its own" if output.is_mount() else "the folder that this runs in"
+        raise UsageError(
+            f"{output} is {what}, which a bundle cannot take the place of; choose {output / 'bundle'}"
+        )
 
 
 def _refuse_existing(output: Path, force: bool) -> None:
