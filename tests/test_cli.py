@@ -463,6 +463,17 @@ def test_ctrl_c_while_exporting_leaves_nothing(tiny_models: dict[str, Path], tmp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_export_that_is_told_to_end_leaves_nothing(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    model, output = str(tiny_models["draft"]), str(tmp_path / "bundle")
+    with started(["-c", SLOW, "export", "-m", model, "-o", output, "--max-context", "64"]) as process:
+        assert process.stderr is not None
+        assert any("target: quantize" in line for line in iter(process.stderr.readline, ""))
+        process.terminate()
+        _, err = process.communicate(timeout=240)
+    assert (process.returncode, "Traceback" in err) == (128 + signal.SIGTERM, False)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_reader_that_goes_away_is_no_traceback(quantized_bundle: Path) -> None:
     words = ["-m", "outrider", "generate", str(quantized_bundle), "-p", FOX, "-n", "200", "--threads", "1"]
     read, write = os.pipe()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import signal
 import sys
+import threading
 
 import click
 
@@ -92,6 +94,7 @@ def cli(verbose: bool) -> None:
 
 def main() -> None:
     """Run the command line; an `OutriderError` is a message and an exit code, never a traceback."""
+    _clean_up_when_terminated()
     try:
         code = cli.main(standalone_mode=False, prog_name="outrider")
     except click.ClickException as error:
@@ -110,3 +113,13 @@ def main() -> None:
         click.echo(f"outrider: {error}", err=True)
         code = 1
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _clean_up_when_terminated() -> None:
+    """SIGTERM (of `timeout`, a container, a service) and a closed terminal undo what was begun, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
