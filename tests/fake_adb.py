@@ -2,7 +2,7 @@
 
 `devices`, `push` and `shell` behave as adb and toybox do; what a shell command says about /data is done in the
 phone's folder. `plan.json` there holds the phones and their states, the free space, which files arrive damaged how
-often, and after how many copies something happens.
+often, which programs are missing, and after how many copies something happens.
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ class FakeAdb:
         for name in plan["unwritable"]:
             if command.startswith("mkdir") and name in command:
                 return Answer(1, b"", f"mkdir: '{name}': Permission denied")
+        for name in plan.get("lacks", []):  # programs that the phone does not have
+            command = command.replace(name, f"no-{name}")
         local = command.replace("/data/", f"{self.folder}/phone/data/")
         done = subprocess.run(["sh", "-c", local], capture_output=True, check=False)
         return Answer(done.returncode, done.stdout, done.stderr.decode().strip())
@@ -125,6 +127,10 @@ class FakeAdb:
         plan, data, path = self.plan, source.read_bytes(), self.path(target)
         copies = plan["copies"] + 1
         self.tell(copies=copies)
+        if copies == plan.get("gone_at"):  # its cable is pulled in the middle of a copy
+            path.write_bytes(data[: len(data) // 2])
+            self.tell(phones={})
+            return Answer(1, b"", f"adb: error: failed to read copy response: EOF from {source}")
         if copies == plan.get("fails_at"):
             said = f"adb: error: failed to copy '{source}' to '{target}': remote No space left on device"
             return Answer(1, b"", said)

@@ -198,6 +198,38 @@ def test_a_manifest_that_arrives_damaged_is_not_put_in_its_place(adb: FakeAdb, b
     verify(adb.path(PLACE), full=True)
 
 
+def test_a_phone_without_sha256sum_is_refused_before_anything_is_copied(adb: FakeAdb, bundle: Path) -> None:
+    adb.tell(lacks=["sha256sum"])
+    with pytest.raises(DeviceError, match="PHONE1 has no sha256sum"):
+        push_bundle(bundle, run=adb)
+    assert adb.pushes == []
+
+
+@pytest.mark.parametrize("copies", [1, 4, 6])
+def test_a_phone_that_is_unplugged_leaves_no_manifest_and_the_next_push_goes_on(
+    adb: FakeAdb, bundle: Path, copies: int
+) -> None:
+    adb.tell(gone_at=copies)
+    with pytest.raises(DeviceError, match=r"could not be copied to .*EOF"):
+        push_bundle(bundle, run=adb)
+    assert "manifest.json" not in on_phone(adb)
+    with pytest.raises(DeviceError, match="no phone is there"):
+        push_bundle(bundle, run=adb)
+    adb.tell(phones={"PHONE1": "device"})
+    assert len(push_bundle(bundle, run=adb).copied) == 5 - (copies - 1)
+    verify(adb.path(PLACE), full=True)
+
+
+def test_a_phone_that_is_unplugged_while_it_hashes_is_named(adb: FakeAdb, bundle: Path) -> None:
+    def unplugged(command: Any, timeout_s: float) -> Any:
+        if "sha256sum" in command[-1] and "command -v" not in command[-1]:
+            adb.tell(phones={})
+        return adb(command, timeout_s)
+
+    with pytest.raises(DeviceError, match=r"'PHONE1' not found; `adb devices` lists"):
+        push_bundle(bundle, run=unplugged)
+
+
 def test_too_little_space_is_told_before_anything_is_copied(adb: FakeAdb, bundle: Path) -> None:
     adb.tell(free_kb=64 * 1024)
     with pytest.raises(DeviceError, match=r"has 64 MB free at .*needs 64 MB.*--graphs"):

@@ -100,6 +100,14 @@ class Adb:
         found = re.findall(r"^(\d+) \./(.+)$", text, re.M)
         return {name: int(size) for size, name in found}
 
+    def refuse_unprovable(self) -> None:
+        """Raise DeviceError for a phone that cannot hash what arrives there."""
+        if not self.shell("command -v sha256sum || true").strip():
+            raise DeviceError(
+                f"the phone {self.serial} has no sha256sum, so nothing that is copied there could "
+                "be proven; take a phone with a newer Android, or copy the folder with `adb push` and run `outrider check` there"
+            )
+
     def hashes(self, folder: str, names: Sequence[str]) -> dict[str, str]:
         """SHA-256 of files below a folder, by name; one that cannot be read is missing."""
         found: dict[str, str] = {}
@@ -184,6 +192,7 @@ def push_bundle(
         raise UsageError(f"--folder is {folder!r}; it must be an absolute path on the phone")
     verify(directory, full=True, progress=lambda done, total: tell("hashes here", done / max(total, 1)))
     adb = find_phone(serial, run)
+    adb.refuse_unprovable()
     manifest = selected(verify(directory), units)
     files = manifest.files()
     place = posixpath.join(folder, directory.resolve().name)
