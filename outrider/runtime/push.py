@@ -104,8 +104,8 @@ class Adb:
         """Raise DeviceError for a phone that cannot hash what arrives there."""
         if not self.shell("command -v sha256sum || true").strip():
             raise DeviceError(
-                f"the phone {self.serial} has no sha256sum, so nothing that is copied there could "
-                "be proven; take a phone with a newer Android, or copy the folder with `adb push` and run `outrider check` there"
+                f"the phone {self.serial} has no sha256sum, so nothing that is copied there could be proven; take a "
+                "phone with a newer Android, or copy the folder with `adb push` and run `outrider check` there"
             )
 
     def hashes(self, folder: str, names: Sequence[str]) -> dict[str, str]:
