@@ -19,6 +19,7 @@ from outrider.errors import BackendError
 from outrider.targets.executorch_shim.program import TensorSpec
 from outrider.targets.graph_meta import GraphMeta
 from outrider.targets.masks import MASKED, additive_mask, fill_static_mask
+from outrider.targets.rope_table import rope_table
 
 __all__ = ["RUNNERS", "BufferRunner", "Program", "SplitRunner", "described"]
 
@@ -256,11 +257,3 @@ def split_inputs(meta: GraphMeta, options: Mapping[str, Any]) -> list[str]:
     rope = [f"{part}_{kind}" for kind in options["rope"] for part in ("cos", "sin")]
     past = [f"past_{part}_{n}" for n in range(meta.layers) for part in ("key", "value")]
     return ["tokens", *rope, *(f"mask_{name}" for name in meta.masks), *past]
-
-
-def rope_table(record: Mapping[str, Any], max_context: int) -> tuple[Float32Array, Float32Array]:
-    """Cosines and sines [M, rotary / 2] of every position, in float64 until they are stored."""
-    inverse = np.asarray(record["inv_freq"], np.float64)
-    angles = np.arange(max_context, dtype=np.float64)[:, None] * inverse
-    scale = float(record.get("scale", 1.0))
-    return (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
