@@ -7,7 +7,7 @@ steps depends on the width or on the context, so that `npu_graph.py` lays out th
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,13 +92,13 @@ class CoarsePrimitives:
         return CoarseAttention(layer, config)
 
 
-def trace_steps(config: ModelConfig, max_context: int) -> list[CoarseStep]:
+def trace_steps(config: ModelConfig, max_context: int, hidden_layers: Sequence[int] = ()) -> list[CoarseStep]:
     """The steps of a forward in order; values are named as the graph's inputs and outputs are.
 
     Inputs `x`, `rows`, `mask_<kind>`, `cos_<kind>`, `sin_<kind>`, `past_key_<l>`, `past_value_<l>`; outputs
-    `logits`, `present_key_<l>`, `present_value_<l>`. `x` already holds the embedding's scale.
+    `logits`, `present_key_<l>`, `present_value_<l>`, `hidden_<l>`. `x` already holds the embedding's scale.
     """
-    decoder = Decoder(replace(config, embedding_scale=1.0), CoarsePrimitives())
+    decoder = Decoder(replace(config, embedding_scale=1.0), CoarsePrimitives(), hidden_layers)
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
 
@@ -113,8 +113,10 @@ def trace_steps(config: ModelConfig, max_context: int) -> list[CoarseStep]:
         mask={kind: masks[name] for kind, name in mask_kinds(config, max_context).items()},
         past=[(symbol(f"past_key_{i}"), symbol(f"past_value_{i}")) for i in range(config.num_layers)],
     )
-    logits, _ = decoder(symbol("x"), symbol("rows"), step)
+    logits, hidden = decoder(symbol("x"), symbol("rows"), step)
     named: dict[Any, str] = {logits.node: "logits"}
+    for layer, value in zip(hidden_layers, hidden, strict=True):
+        named[value.node] = f"hidden_{layer}"
     for layer, pair in enumerate(step.present):
         for part, value in zip(("key", "value"), pair, strict=True):
             named[value.node] = f"present_{part}_{layer}"  # type: ignore[attr-defined]

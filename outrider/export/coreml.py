@@ -1,0 +1,123 @@
+"""Lower a decoder for the Apple Neural Engine: a Core ML package of static functions over a cache that the host keeps.
+
+One function per width in one multifunction package, whose functions read the same weights. The host looks rows of
+the embedding up, turns positions into cosines and sines and visibility into a mask, and copies new columns of keys
+and values into the cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import ExportError
+from outrider.export.config import ModelConfig
+from outrider.export.coreml_graph import head_pieces, lay_out
+from outrider.export.coreml_package import PackageWriter, get_target
+from outrider.export.coreml_weights import store_weights
+from outrider.export.lowered import Lowered
+from outrider.export.npu_embedding import write_embedding, write_half_embedding
+from outrider.export.npu_graph import row_count
+from outrider.export.onnx import check_request, graph_meta
+from outrider.export.rope import rope_frequencies
+from outrider.export.slots import SlotWeights, matrix_slots
+from outrider.quantize.coreml_recipes import CoreMLRecipe
+
+__all__ = ["MASKED", "export_coreml_draft", "split_meta"]
+
+MASKED = -40000.0  # added to a score that must not count: half precision ends at 65,504
+PACKAGE = "model.mlpackage"
+TABLES = {True: (write_half_embedding, "embedding.f16"), False: (write_embedding, "embedding.i8")}
+Progress = Callable[[str, int, int], None]
+
+
+def export_coreml_draft(
+    config: ModelConfig,
+    weights: SlotWeights,
+    recipe: CoreMLRecipe,
+    place: Path,
+    *,
+    max_context: int,
+    widths: Sequence[int] = (1, 2, 64),
+    hidden_layers: Sequence[int] = (),
+    target: str = "ios18",
+    metadata: Mapping[str, str] | None = None,
+    stream: float = 1.0,
+    moments: Mapping[str, NDArray[np.float32]] | None = None,
+    progress: Progress | None = None,
+) -> Lowered:
+    """Write `model.mlpackage` with a function `w<width>` per width, and the host's embedding table, into `place`.
+
+    Arrays are float16; `coreml_graph.lay_out` has names and shapes. `metadata` goes into the package, beside
+    `outrider.widths` and `outrider.meta`. The residual stream is kept `stream` times its size, for models where it
+    leaves half precision. `progress(slot, done, total)` is called after every weight. Raises UsageError for what
+    cannot be exported, MissingExtraError without coremltools, ExportError when a weight is left out or a
+    compression changed nothing.
+    """
+    check_request(config, "split", max_context, widths, hidden_layers)
+    system = get_target(target)
+    place.mkdir(parents=True, exist_ok=True)
+    writer = PackageWriter(place / PACKAGE)
+    write_table, name = TABLES[recipe.scheme_for("embedding") is None]
+    _, embedding, embedding_report = write_table(config, weights, place / name)
+    graphs = {
+        width: lay_out(
+            config,
+            weights,
+            max_context=max_context,
+            width=width,
+            hidden_layers=hidden_layers,
+            stream=stream,
+        )
+        for width in sorted(set(widths))
+    }
+    stored = store_weights(graphs.values(), weights, recipe, writer, moments=moments or {}, progress=progress)
+    reports = (embedding_report, *stored)
+    missing = set(matrix_slots(config)) - {report.slot for report in reports}
+    if missing:
+        raise ExportError(f"{len(missing)} slots were left without a weight, one is {min(missing)}")
+    functions = {str(width): f"w{width}" for width in graphs}
+    meta = {
+        **split_meta(config, max_context, tuple(graphs), hidden_layers),
+        "embedding": embedding,
+        "functions": functions,
+        "precision": recipe.name,
+        "target": target,
+    }
+    described = {
+        **(metadata or {}),
+        "outrider.widths": ",".join(functions),
+        "outrider.meta": json.dumps(meta, sort_keys=True),
+    }
+    programs = {f"w{width}": graph.function for width, graph in graphs.items()}
+    files = writer.close(programs, system, described)
+    return Lowered(
+        files=(*files, place / name),
+        meta=meta,
+        slots=reports,
+        functions=functions,
+        embedding_file=place / name,
+        notes={"operations": {name: len(program.operations) for name, program in programs.items()}},
+    )
+
+
+def split_meta(
+    config: ModelConfig, max_context: int, widths: Sequence[int], hidden_layers: Sequence[int] = ()
+) -> dict[str, Any]:
+    """What a backend must know to run the functions; JSON values only."""
+    rope = {}
+    for kind in sorted(set(config.layer_types)):
+        frequencies, factor = rope_frequencies(config, kind, max_context)
+        rope[kind] = {"inv_freq": [float(f) for f in frequencies], "scale": float(factor)}
+    return {
+        **graph_meta(config, "split", max_context, widths, hidden_layers),
+        "rows": {str(width): row_count(width) for width in widths},
+        "head": [stop - start for start, stop in head_pieces(config)],
+        "masked": MASKED,
+        "rope": rope,
+    }
