@@ -22,7 +22,7 @@ from outrider.errors import ExportError, UsageError
 from outrider.quantize.layout import over_chunks
 from outrider.quantize.methods import compensate_rows, inverse_factor, middle
 
-__all__ = ["ChannelMatrix", "ChannelMethod", "code_range", "pack_channels"]
+__all__ = ["ChannelMatrix", "ChannelMethod", "code_range", "ordered_inverse", "pack_channels"]
 
 FloatArray = NDArray[np.float32]
 ChannelMethod = Literal["rtn", "mse", "gptq"]
@@ -125,7 +125,7 @@ def pack_channels(
     importance = None
     if moment is not None:
         importance = np.ascontiguousarray(moment if moment.ndim == 1 else moment.diagonal())
-    inverse, order = _ordered_inverse(moment) if method == "gptq" and moment is not None else (None, None)
+    inverse, order = ordered_inverse(moment) if method == "gptq" and moment is not None else (None, None)
 
     def run(rows: slice) -> _Rows:
         part = values[rows]
@@ -212,7 +212,7 @@ def _compensated(
     return _Rows(restored, scales * best_ratio.astype(np.float32), multipliers)
 
 
-def _ordered_inverse(moment: FloatArray) -> tuple[FloatArray, NDArray[np.intp]]:
+def ordered_inverse(moment: FloatArray) -> tuple[FloatArray, NDArray[np.intp]]:
     """The factor that GPTQ needs, over inputs from the strongest to the weakest, and their order.
 
     What is rounded last has nothing left to compensate it: that should be the inputs that matter least.
