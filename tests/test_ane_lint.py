@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from outrider.cli.check import describe
+from outrider.contracts import as_json
+from outrider.runtime.check import Check
+from outrider.runtime.check_graph import GraphCheck
 from outrider.targets import ane_lint
-from outrider.targets.ane_lint import Finding, LintReport, PlannedOperation, lint, plan_findings
+from outrider.targets.ane_lint import Finding, PlannedOperation, lint, plan_findings, report_of
 from outrider.targets.ane_rules import RULES
 from outrider.targets.coreml_reference.structure import Argument, MilFunctionDef, MilOperation
 from outrider.targets.coreml_reference.types import MilType
@@ -333,7 +338,7 @@ def test_findings_are_grouped_by_rule_with_the_most_severe_first() -> None:
     def finding(rule: str, severity: str, place: str, function: str = "w1") -> Finding:
         return Finding(rule, severity, function, place, "why", "https://x")  # type: ignore[arg-type]
 
-    report = LintReport(
+    report = report_of(
         (
             *(finding("narrow", "info", f"n{index}") for index in range(5)),
             finding("gather", "error", "g", "w2"),
@@ -341,16 +346,52 @@ def test_findings_are_grouped_by_rule_with_the_most_severe_first() -> None:
         ),
         operations=9,
     )
-    groups = [(group.rule, group.severity, group.count, group.functions) for group in report.by_rule()]
+    groups = [(group.rule, group.severity, group.count, group.functions) for group in report.rules]
     assert groups == [
         ("gather", "error", 1, ("w2",)),
         ("narrow", "warning", 1, ("w1",)),
         ("narrow", "info", 5, ("w1",)),
     ]
-    assert report.by_rule()[2].examples == ("n0: why", "n1: why", "n2: why")
+    assert report.rules[2].examples == ("n0: why", "n1: why", "n2: why")
+    assert [finding.operation for finding in report.findings] == ["g", "m"]
     assert (report.count("error"), report.count("warning"), report.count("info")) == (1, 1, 5)
 
 
 def test_a_folder_that_is_no_package_is_an_error_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(ane_lint.BackendError, match=r"no \.mlpackage folder"):
         ane_lint.lint_package(tmp_path)
+
+
+def checked(*findings: Finding) -> Check:
+    """A bundle's verdict with one graph for the Neural Engine, for which these were found."""
+    lint_report = report_of(findings, operations=40, plan_note="no Mac")
+    graph = GraphCheck(
+        "draft", "coreml", "npu", "split", "draft/coreml/model.mlpackage/Manifest.json", "lut6", "evaluator",
+        True, lint=lint_report,
+    )  # fmt: skip
+    return Check(True, (graph,), ())
+
+
+def test_check_prints_every_error_with_its_source_and_the_rest_by_rule() -> None:
+    errors = [Finding("gather", "error", "w2", f"g{index}", "gather", "https://a") for index in range(5)]
+    notes = [Finding("narrow", "info", "w1", f"n{index}", "short", "https://b") for index in range(9)]
+    text = describe(checked(*errors, *notes))
+    assert "40 operations looked over by known rules: 5 errors, 0 warnings, 9 notes" in text
+    assert all(f"error gather: w2, g{index}: gather (https://a)" in text for index in range(5))
+    assert "9 x note narrow in w1" in text
+    assert "Core ML was not asked: no Mac" in text
+    assert text.splitlines()[-1] == "ok, but 5 places of a graph for the Neural Engine are known to leave it"
+
+
+def test_check_is_plainly_ok_without_errors() -> None:
+    warning = Finding("narrow", "warning", "w64", "y", "short", "https://b")
+    assert describe(checked(warning)).splitlines()[-1] == "ok"
+
+
+def test_the_lint_is_part_of_check_s_json() -> None:
+    told = Finding("gather", "error", "w2", "g", "gather", "https://a")
+    noted = Finding("narrow", "info", "w1", "n", "short", "https://b")
+    lint_json = as_json(checked(told, noted))["graphs"][0]["lint"]
+    assert [finding["rule"] for finding in lint_json["findings"]] == ["gather"]
+    assert [(rule["rule"], rule["count"]) for rule in lint_json["rules"]] == [("gather", 1), ("narrow", 1)]
+    assert json.loads(json.dumps(lint_json)) == lint_json

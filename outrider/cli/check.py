@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from outrider.quantize.quality import GraphQuality
     from outrider.runtime.check import Check
     from outrider.runtime.check_graph import GraphCheck
+    from outrider.targets.ane_lint import LintReport
 
 __all__ = ["command", "describe"]
 
@@ -108,7 +109,27 @@ def _graph_lines(graph: GraphCheck) -> list[str]:
         lines.append(f"  a row moves by {rows.suffix:.1e} logits with later rows, {_width(rows.width)}")
     if graph.acceptance is not None:
         lines.append(f"  acceptance in the texts below: {graph.acceptance:.2f}")
+    if graph.lint is not None:
+        lines += _lint_lines(graph.lint)
     return lines
+
+
+def _lint_lines(lint: LintReport) -> list[str]:
+    """Every error of a lint, its warnings and notes by rule."""
+    counts = f"{lint.count('error')} errors, {lint.count('warning')} warnings, {lint.count('info')} notes"
+    lines = [f"  Neural Engine: {lint.operations} operations looked over by known rules: {counts}"]
+    for finding in lint.findings:
+        if finding.severity == "error":
+            place = f"{finding.function}, {finding.operation}"
+            lines.append(f"    error {finding.rule}: {place}: {finding.detail} ({finding.source})")
+    for rule in lint.rules:
+        if rule.severity != "error":
+            kind = "note" if rule.severity == "info" else rule.severity
+            where = ", ".join(rule.functions)
+            lines.append(f"    {rule.count} x {kind} {rule.rule} in {where}: {rule.says} ({rule.source})")
+            lines.append(f"      as {rule.examples[0]}")
+    asked = "Core ML's own plan is among them" if lint.planned else f"Core ML was not asked: {lint.plan_note}"
+    return [*lines, f"    {asked}"]
 
 
 def _quality(quality: GraphQuality) -> str:
@@ -131,6 +152,9 @@ def _verdict(result: Check) -> str:
     if absent:
         names = ", ".join(f"{graph.role} {graph.path} ({graph.unit})" for graph in absent)
         return f"ok, but not executed here, so not proven here: {names}"
+    left = sum(graph.lint.count("error") for graph in result.graphs if graph.lint is not None)
+    if left:
+        return f"ok, but {left} places of a graph for the Neural Engine are known to leave it"
     if result.evaluated:
         return "ok"
     return (

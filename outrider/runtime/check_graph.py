@@ -24,6 +24,7 @@ from outrider.runtime.proof import (
     row_independence,
     sample_rows,
 )
+from outrider.targets.ane_lint import LintReport, lint_package
 
 __all__ = ["GraphCheck", "GraphChecker", "Probe", "read_probe"]
 
@@ -75,6 +76,7 @@ class GraphCheck:
     problems: tuple[str, ...] = ()
     evaluated: bool = True
     note: str = ""
+    lint: LintReport | None = None  # of packages for Apple's Neural Engine
 
 
 def read_probe(directory: str | os.PathLike[str], entry: GraphEntry, own: bool = False) -> Probe | None:
@@ -113,6 +115,7 @@ class GraphChecker:
         blank = GraphCheck(
             role, entry.backend, entry.unit, entry.profile, entry.path, entry.recipe, None, False
         )
+        blank = self._linted(blank, entry)
         probe = read_probe(self.directory, entry)
         try:
             opened = open_it()
@@ -134,6 +137,16 @@ class GraphChecker:
             executed_artifact=opened.executed_artifact,
             evaluated=probe is not None,
         )
+
+    def _linted(self, blank: GraphCheck, entry: GraphEntry) -> GraphCheck:
+        """What is known to keep a Core ML package off the Neural Engine, where it is meant for it."""
+        if (entry.backend, entry.unit) != ("coreml", "npu"):
+            return blank
+        self.tell(f"{blank.role}: rules of the Neural Engine", 0.0)
+        try:
+            return replace(blank, lint=lint_package(bundle_path(self.directory, entry.path).parent))
+        except (BackendError, MissingExtraError):  # opening the graph will say so
+            return blank
 
     def _prove(self, blank: GraphCheck, entry: GraphEntry, opened: Opened, probe: Probe | None) -> GraphCheck:
         role, slow, ids = blank.role, opened.via == "emulator", draft_ids(self.directory, entry)

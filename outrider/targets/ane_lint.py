@@ -26,6 +26,7 @@ __all__ = [
     "lint",
     "lint_package",
     "plan_findings",
+    "report_of",
 ]
 
 PLAN_SOURCE = "https://developer.apple.com/documentation/coreml/mlcomputeplan-1w21n"
@@ -76,24 +77,33 @@ class RuleCount:
 
 @dataclass(frozen=True)
 class LintReport:
-    """All findings of a package. `planned`: Core ML's own plan is among them; `plan_note` says why it is not."""
+    """What was found in a package.
 
-    findings: tuple[Finding, ...]
+    `rules` counts everything, the most severe first; `findings` are the errors and warnings one by one. `planned`:
+    Core ML's own plan is among them; `plan_note` says why it is not.
+    """
+
     operations: int  # that compute something, in all functions
+    rules: tuple[RuleCount, ...]
+    findings: tuple[Finding, ...]
     planned: bool = False
     plan_note: str = ""
 
     def count(self, severity: Severity) -> int:
         """How many findings have this severity."""
-        return sum(finding.severity == severity for finding in self.findings)
+        return sum(rule.count for rule in self.rules if rule.severity == severity)
 
-    def by_rule(self) -> tuple[RuleCount, ...]:
-        """Findings in groups, the most severe first, then by the order of the rules."""
-        groups: dict[tuple[str, Severity], list[Finding]] = {}
-        for finding in self.findings:
-            groups.setdefault((finding.rule, finding.severity), []).append(finding)
-        ordered = sorted(groups, key=lambda key: SEVERITIES.index(key[1]))
-        return tuple(_counted(groups[key]) for key in ordered)
+
+def report_of(
+    findings: Sequence[Finding], operations: int, planned: bool = False, plan_note: str = ""
+) -> LintReport:
+    """Findings in groups of one rule and severity, in the order of the rules within a severity."""
+    groups: dict[tuple[str, Severity], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.rule, finding.severity), []).append(finding)
+    ordered = sorted(groups, key=lambda key: SEVERITIES.index(key[1]))
+    told = tuple(finding for finding in findings if finding.severity != "info")
+    return LintReport(operations, tuple(_counted(groups[key]) for key in ordered), told, planned, plan_note)
 
 
 def _counted(findings: Sequence[Finding]) -> RuleCount:
@@ -155,7 +165,7 @@ def lint_package(package: Path, planner: Planner | None = None) -> LintReport:
             findings += plan_findings((planner or compute_plan)(package))
         except (BackendError, MissingExtraError) as error:
             planned, note = False, str(error)
-    return LintReport(tuple(findings), sum(len(outline.steps) for outline in outlines), planned, note)
+    return report_of(findings, sum(len(outline.steps) for outline in outlines), planned, note)
 
 
 def no_plan_here() -> str:
