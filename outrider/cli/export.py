@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from outrider.cli.options import ProgressBar, json_option, print_json
 
@@ -123,9 +124,12 @@ __all__ = ["command", "describe", "proof_line"]
 )
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
 @json_option
-def command(as_json_text: bool, **given: Any) -> None:
+@click.pass_context
+def command(ctx: click.Context, /, as_json_text: bool, **given: Any) -> None:
     """Turn a checkpoint, or a pair of them, into a bundle, and measure what it cost."""
     from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
+    from outrider.export.device_plans import open_device, plan_graphs
+    from outrider.export.foresight import refuse_unused
 
     options = ExportOptions(
         target=RoleOptions(
@@ -144,6 +148,8 @@ def command(as_json_text: bool, **given: Any) -> None:
         backends=tuple(name.strip() for name in given["backends"].split(",") if name.strip()),
         **{name: given[name] for name in _AS_GIVEN},
     )
+    named = [name for name in given if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    refuse_unused(named, plan_graphs(open_device(options.device), options))
     bar = ProgressBar()
     try:
         report = export_bundle(options, bar, lambda budget: click.echo(str(budget), err=True))

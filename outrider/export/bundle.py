@@ -7,7 +7,7 @@ a full disk or Ctrl-C leaves either the old bundle or none.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -18,6 +18,7 @@ from outrider.errors import TokenizerMismatch, UsageError
 from outrider.export.budget import Budget, fit_budget
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
 from outrider.export.device_plans import GraphPlan, check_extras, open_device, plan_graphs
+from outrider.export.foresight import check_texts, check_tools, refuse_unused
 from outrider.export.options import ExportOptions, RoleOptions
 from outrider.export.slots import matrix_slots
 from outrider.export.staging import fresh_folder
@@ -66,7 +67,10 @@ def export_bundle(
         role_options.recipe(role)
     device = open_device(options.device)
     plans = plan_graphs(device, options)
-    check_extras([plan for graphs in plans.values() for plan in graphs])
+    refuse_unused([name for name in ("calibration", "npu_target") if getattr(options, name)], plans)
+    every = [plan for graphs in plans.values() for plan in graphs]
+    check_extras(every)
+    check_tools(every)
     with ExitStack() as stack:
         folder = stack.enter_context(fresh_folder(options.output, options.force))
         checkpoints: dict[str, Checkpoint] = {
@@ -76,6 +80,7 @@ def export_bundle(
             for role, role_options in roles.items()
         }
         _check(checkpoints, options)
+        check_texts(every, checkpoints, options)
         configs = {role: checkpoint.config for role, checkpoint in checkpoints.items()}
         options, plans, budget = fit_budget(device, options, configs)
         if announce:
@@ -97,6 +102,7 @@ def _check(checkpoints: Mapping[str, Checkpoint], options: ExportOptions) -> Non
     """Refuse what these checkpoints cannot be, before anything is written."""
     if "draft" in checkpoints:
         refuse_mismatch(checkpoints["target"].tokenizer, checkpoints["draft"].tokenizer)
+    _check_layers(checkpoints["target"], options.hidden_layers)
     for role, checkpoint in checkpoints.items():
         _check_context(checkpoint, options.max_context)
         overrides = parse_overrides(options.of(role).overrides)
@@ -147,6 +153,13 @@ def _check_context(checkpoint: Checkpoint, max_context: int) -> None:
     trained = checkpoint.config.max_position
     if max_context > trained:
         raise UsageError(f"max_context is {max_context}; the model was made for {trained} positions")
+
+
+def _check_layers(target: Checkpoint, hidden_layers: Sequence[int]) -> None:
+    layers = target.config.num_layers
+    wrong = [layer for layer in hidden_layers if not 0 <= layer < layers]
+    if wrong:
+        raise UsageError(f"hidden_layers has {wrong[0]}; the target has layers 0 to {layers - 1}")
 
 
 def _write_tokenizer(folder: Path, tokenizer: TokenizerFiles) -> TokenizerEntry:

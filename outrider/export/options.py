@@ -90,6 +90,11 @@ class ExportOptions:
             raise UsageError("a target keeps its whole vocabulary; only a draft's head can be trimmed")
         if self.widths and min(self.widths) < 1:
             raise UsageError(f"widths are {self.widths}; each must be at least 1")
+        if self.widths and max(self.widths) > self.max_context:
+            raise UsageError(
+                f"widths are {self.widths}; no forward is wider than max_context, which is {self.max_context}"
+            )
+        object.__setattr__(self, "widths", tuple(sorted(set(self.widths))))
         if self.profile == "split" and not self.widths:
             object.__setattr__(self, "widths", (1, 2, 3, 5, 9, 64))
 

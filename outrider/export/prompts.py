@@ -40,9 +40,13 @@ def calibration_sequences(
         chats = _encoded(tokenizer, _read(packaged.read_text(encoding="utf-8"), packaged.name), max_context)
         return [*_first(chats, CHAT_TOKENS), *calibration_tokens(tokenizer, min(SEGMENT, max_context))]
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the calibration file {path}: {error}") from error
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"cannot read the calibration file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"the calibration file {path} is no text in UTF-8 ({error}); save it as UTF-8, one prompt a line"
+        ) from error
     prompts = _read(text, str(path))
     sequences = _encoded(tokenizer, prompts, max_context)
     tokens = sum(len(sequence) for sequence in sequences)

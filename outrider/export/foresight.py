@@ -1,0 +1,72 @@
+"""What would end an export after minutes of work, looked for before the first of them.
+
+A lowering finds its own mistakes, but the graphs of an NPU come last: behind the target, and behind calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from outrider.errors import UsageError
+from outrider.export.checkpoint import Checkpoint
+from outrider.export.device_plans import GraphPlan
+from outrider.export.options import ExportOptions
+from outrider.export.prompts import calibration_sequences
+from outrider.quantize.executorch import executorch_recipe
+from outrider.quantize.npu_recipes import get_npu_recipe
+
+__all__ = ["check_texts", "check_tools", "refuse_unused"]
+
+CALIBRATED = ("npu",)
+"""Lowerings that set ranges by `ExportOptions.calibration`."""
+
+READ_BY: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "precision": (("target",), ("onnx",)),
+    "overrides": (("target",), ("onnx",)),
+    "draft_precision": (("draft",), ("onnx",)),
+    "draft_overrides": (("draft",), ("onnx",)),
+    "profile": (("target", "draft"), ("onnx",)),
+    "npu_precision": (("target", "draft"), ("npu",)),
+    "npu_target": (("target",), ("npu",)),
+    "calibration": (("target", "draft"), CALIBRATED),
+    "executorch_precision": (("target", "draft"), ("xnnpack", "vulkan")),
+}
+"""Option -> the roles and lowerings that read it; options that are not here are read by every export."""
+
+
+def refuse_unused(given: Collection[str], plans: Mapping[str, Sequence[GraphPlan]]) -> None:
+    """Raise UsageError for an option that was given although no planned graph reads it."""
+    every = [plan for graphs in plans.values() for plan in graphs]
+    for option, (roles, lowerings) in READ_BY.items():
+        if option in given and not any(plan.role in roles and plan.lowering in lowerings for plan in every):
+            made = "; ".join(dict.fromkeys(map(str, every)))
+            raise UsageError(
+                f"{option} was given, but no graph of this export reads it (they are: {made}); leave it out, or "
+                "change --device or --backends"
+            )
+
+
+def check_tools(plans: Sequence[GraphPlan]) -> None:
+    """Open the compilers that plans need and look their recipes up.
+
+    Raises BackendError for an onnxruntime-qnn that is too old or cannot be opened here, UsageError for an unknown
+    recipe.
+    """
+    for plan in plans:
+        if plan.backend == "executorch":
+            executorch_recipe(plan.recipe)
+        if plan.lowering == "npu":
+            from outrider.targets.qnn_plugin import qnn_plugin
+
+            get_npu_recipe(plan.recipe)
+            qnn_plugin()
+
+
+def check_texts(
+    plans: Sequence[GraphPlan], checkpoints: Mapping[str, Checkpoint], options: ExportOptions
+) -> None:
+    """Read the calibration file as each lowering will. Raises UsageError for one that says too little."""
+    for plan in plans:
+        if plan.lowering in CALIBRATED and options.calibration is not None:
+            tokenizer = checkpoints[plan.role].tokenizer
+            calibration_sequences(tokenizer, plan.max_context, options.calibration)

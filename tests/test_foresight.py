@@ -1,0 +1,148 @@
+"""What would end an export after minutes of work is refused before the first graph is made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from outrider.errors import BackendError, OutriderError, UsageError
+from outrider.export import role_graphs
+from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
+from outrider.targets.qnn_plugin import has_emulator
+
+Models = dict[str, Path]
+SOC = "snapdragon-8-gen3"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lowering that begins is a failure."""
+
+    def begun(*_: Any) -> Any:
+        raise AssertionError("a graph was made before the mistake was found")
+
+    for name in role_graphs.LOWERINGS:
+        monkeypatch.setitem(role_graphs.LOWERINGS, name, begun)
+
+
+def refused(models: Models, folder: Path, **changes: Any) -> OutriderError:
+    """What an export for a Snapdragon says, of a tiny pair whose draft goes to the NPU."""
+    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn is not installed")
+    if not has_emulator():
+        pytest.skip("onnxruntime-qnn holds no emulator for this processor")
+    target, draft = (RoleOptions(str(models[role]), "int8") for role in ("target", "draft"))
+    options = {"device": SOC, "backends": ("onnxruntime", "qnn"), "max_context": 64, **changes}
+    with pytest.raises(OutriderError) as error:
+        export_bundle(ExportOptions(target, folder / "bundle", draft, **options))
+    assert list(folder.iterdir()) == []
+    return error.value
+
+
+CALIBRATION = [
+    (b"one\ntwo\nthree\n", "holds 3 prompts of"),
+    (b"", "holds 0 prompts of 0 tokens"),
+    (b"\n \n\n" * 20, "holds 0 prompts of 0 tokens"),
+    ("Grüße aus Köln\n".encode("latin-1") * 40, "is no text in UTF-8"),
+    (bytes(range(256)), "is no text in UTF-8"),
+    (b'{"prompt": "a"}\n{"no": 1}\n', "line 2: expected"),
+]
+
+
+@pytest.mark.parametrize(("data", "said"), CALIBRATION)
+def test_a_calibration_file_that_cannot_be_used(
+    tiny_models: Models, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, data: bytes, said: str
+) -> None:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_bytes(data)
+    error = refused(tiny_models, tmp_path, calibration=path)
+    assert isinstance(error, UsageError)
+    assert said in str(error)
+    path.unlink()
+    assert "No such file" in str(refused(tiny_models, tmp_path, calibration=path))
+
+
+def test_a_wheel_that_is_too_old(
+    tiny_models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = ModuleType("onnxruntime_qnn")
+    old.__spec__, old.__version__ = ModuleSpec("onnxruntime_qnn", None), "1.22.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "onnxruntime_qnn", old)
+    error = refused(tiny_models, tmp_path)
+    assert isinstance(error, BackendError)
+    assert "onnxruntime-qnn 1.22.0 is no plugin yet, it is too old: pip install -U" in str(error)
+
+
+def test_an_unknown_executorch_precision(tiny_models: Models, tmp_path: Path) -> None:
+    pytest.importorskip("executorch", reason="executorch is not installed")
+    target = RoleOptions(str(tiny_models["target"]), executorch_precision="8da5w")
+    with pytest.raises(UsageError, match="unknown ExecuTorch precision '8da5w'"):
+        export_bundle(ExportOptions(target, tmp_path / "bundle", backends=("executorch",), max_context=64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_layers": (0, 2)}, "hidden_layers has 2; the target has layers 0 to 1"),
+        ({"widths": (1, 65), "profile": "split"}, r"no forward is wider than max_context, which is 64"),
+    ],
+)
+def test_layers_and_widths_that_cannot_be(
+    tiny_models: Models, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    assert said in str(refused(tiny_models, tmp_path, **changes))
+
+
+def test_widths_are_a_set() -> None:
+    assert ExportOptions(RoleOptions("t"), Path("o"), widths=(64, 5, 1, 5)).widths == (1, 5, 64)
+
+
+UNUSED = [
+    ("--npu-precision", ["--npu-precision", "a16w4"]),
+    ("--npu-target", ["--npu-target"]),
+    ("--calibration", ["--calibration", "prompts.txt"]),
+    ("--executorch-precision", ["--executorch-precision", "8da8w"]),
+    ("--npu-precision", ["--device", SOC, "--backends", "onnxruntime", "--npu-precision", "a16w8"]),
+    ("--precision", ["--device", SOC, "--backends", "executorch", "--precision", "int8"]),
+    ("--profile", ["--device", SOC, "--backends", "executorch", "--profile", "split"]),
+    ("--override", ["--device", SOC, "--backends", "executorch", "--override", "head=int8-b64"]),
+    (
+        "--draft-precision",
+        ["--device", SOC, "-md", "d", "--backends", "qnn,executorch", "--draft-precision", "int8"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("option", "words"), UNUSED)
+def test_an_option_that_no_planned_graph_reads(
+    run_main: Callable[..., Any], tmp_path: Path, option: str, words: list[str]
+) -> None:
+    """Refused before the model is even looked for."""
+    code, _, err = run_main("export", "-m", "no-such-model", "-o", str(tmp_path / "b"), *words)
+    assert code == 2
+    assert f"outrider: {option} was given, but no graph of this export reads it (they are: target on" in err
+
+
+def test_an_option_that_one_planned_graph_reads_is_taken(
+    run_main: Callable[..., Any], tmp_path: Path
+) -> None:
+    words = [
+        "--device",
+        SOC,
+        "-md",
+        "d",
+        "--npu-precision",
+        "a16w4",
+        "--calibration",
+        "c",
+        "--precision",
+        "int8",
+    ]
+    code, _, err = run_main("export", "-m", "no-such-model", "-o", str(tmp_path / "b"), *words)
+    assert code == 2
+    assert "'no-such-model' is no file" in err
