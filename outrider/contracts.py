@@ -242,13 +242,15 @@ class Energy:
 class Costs:
     """Measured seconds: a verify forward by width, a draft step by drafter, the rest of a round.
 
-    `energy` is None where nothing measures it, which is so on most hosts.
+    `energy` is None where nothing measures it, which is so on most hosts. `overlapped` holds the same of rounds in
+    which draft and target ran at once: what they take beside each other, and what it takes to hand over.
     """
 
     verify_s: Mapping[int, float]
     draft_s: Mapping[str, float] = field(default_factory=dict)
     overhead_s: float = 0.0
     energy: Energy | None = None
+    overlapped: Costs | None = None
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,9 @@ class Limits:
     `power_w` bounds mean power and `duty` the share of time that may be worked, both by pacing.
     `reference` holds the costs of the cool state: k is never more than `k_share` (rounded up) of what they
     would give for latency, so that heat never raises k. `drafters` are those that may be used (None: all).
+
+    `overlap` are the drafters that may draft beside a verify forward; `serial_allowed` False refuses to draft before
+    one. `k_min` is the least k of a plan that drafts.
     """
 
     k_max: int
@@ -296,6 +301,9 @@ class Limits:
     reference: Costs | None = None
     k_share: float = 1.0
     drafters: frozenset[str] | None = None
+    overlap: frozenset[str] = frozenset()
+    serial_allowed: bool = True
+    k_min: int = 0
 
 
 Quantity = Literal[

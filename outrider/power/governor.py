@@ -77,7 +77,8 @@ class Directive:
 
     `flags` name what is not as one would wish: "energy=unknown", "telemetry=unknown", "limit=assumed", ...
     `cap_w` is the user's cap, where that is what binds `power_w`: it is to be kept over every ten seconds.
-    `time_to_throttle_s` is a prediction at the power of now; None: no limit is being approached.
+    `time_to_throttle_s` is a prediction at the power of now; None: no limit is being approached. `overlap` False
+    forbids to draft beside a verify forward, which works for nothing at every rejection.
     """
 
     objective: Objective = field(default_factory=Objective)
@@ -92,6 +93,7 @@ class Directive:
     time_to_throttle_s: float | None = None
     flags: tuple[str, ...] = ()
     reason: str = ""
+    overlap: bool = True
 
     def limit(self, limits: Limits) -> Limits:
         """The limits, narrowed to these."""
@@ -103,6 +105,8 @@ class Directive:
             duty=min(limits.duty, self.duty),
             reference=self.reference or limits.reference,
             k_share=min(limits.k_share, self.k_share),
+            overlap=limits.overlap if self.overlap else frozenset(),
+            serial_allowed=limits.serial_allowed or not self.overlap,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -339,6 +343,7 @@ class Governor:
             time_to_throttle_s=min((s for s in times if s is not None), default=None),
             flags=self._flags(state, energy),
             reason=self._why,
+            overlap=energy_known or level < Level.HOT,
         )
 
     def _holds(self) -> bool:

@@ -100,10 +100,10 @@ class CostEstimates:
         """Seconds of one token that a drafter must run before it can draft."""
         return self.catch_up_s.get(name, _CATCH_UP_SHARE * self.draft_s.get(name, PRIOR_DRAFT * plain_s))
 
-    def learn_verify(self, width: int, seconds: float, overhead_s: float) -> None:
+    def learn_verify(self, width: int, seconds: float, overhead_s: float) -> float:
         """Move the estimate of a width, and the others with it, the more the longer they were not run.
 
-        So heat, a longer context or a busy machine, seen at one width, reach them all.
+        So heat, a longer context or a busy machine, seen at one width, reach them all. Returns the step, as a share.
         """
         self._rounds += 1
         self.overhead_s = self._ema(self.overhead_s, overhead_s)
@@ -111,6 +111,15 @@ class CostEstimates:
         known = self.verify_s.setdefault(width, seconds)
         self._measured_at[width] = self._rounds
         step = self._alpha * (min(max(seconds / known, 0.5), 2.0) - 1.0)
+        self._move(step, width)
+        return step
+
+    def follow(self, step: float) -> None:
+        """Move all estimates as others moved by so much, the more the longer their widths were not run."""
+        self._rounds += 1
+        self._move(step)
+
+    def _move(self, step: float, width: int | None = None) -> None:
         for other in self.verify_s:
             age = self._rounds - self._measured_at.get(other, 0)
             share = 1.0 if other == width else self._coupling * age / (age + 2)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.runtime.costs import FAR_BEHIND
 
-__all__ = ["PRIOR_ACCEPTANCE", "Account", "Evidence", "Stint"]
+__all__ = ["PRIOR_ACCEPTANCE", "Account", "Evidence", "Guesses", "Stint", "Trial"]
 
 PRIOR_ACCEPTANCE = {"": 0.7, "1": 0.25, "2": 0.45, "3": 0.55, "4": 0.65, "8": 0.8, "16": 0.9, "32": 0.95}
 
@@ -103,3 +103,53 @@ class Account:
     def heal(self, share: float) -> None:
         """Let a little of the time that passes refill an account that is low."""
         self.steps = max(self.steps, min(self.steps + share, self.allowance))
+
+
+@dataclass
+class Guesses:
+    """How often the token after a draft that was accepted whole is guessed rightly: decayed counts, with a prior."""
+
+    held: float = 2.1
+    made: float = 3.0
+
+    decay = 0.95
+
+    @property
+    def share(self) -> float:
+        """The estimate."""
+        return self.held / self.made
+
+    def add(self, held: bool) -> None:
+        """Count a guess that was put to the test."""
+        self.held = self.held * self.decay + held
+        self.made = self.made * self.decay + 1.0
+
+    def fade(self, weight: float) -> None:
+        """Let what was seen count less."""
+        self.held, self.made = self.held * weight, self.made * weight
+
+
+@dataclass
+class Trial:
+    """When a drafter that drafts before the verify is tried beside it again: a few rounds, ever more seldom."""
+
+    idle_rounds: int = 0
+    interval: int = 16
+    left: int = 0  # rounds of the trial that runs
+
+    rounds = 4
+
+    @property
+    def due(self) -> bool:
+        """Whether the next round may be one of a trial."""
+        return self.left > 0 or self.idle_rounds >= self.interval
+
+    def begin(self) -> None:
+        """Take the next round for a trial."""
+        if self.left <= 0:
+            self.left, self.interval = self.rounds, min(256, 2 * self.interval)
+
+    def saw(self, overlapped: bool) -> None:
+        """Count a round."""
+        self.left = max(0, self.left - 1)
+        self.idle_rounds = 0 if overlapped else self.idle_rounds + 1

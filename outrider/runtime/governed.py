@@ -31,7 +31,7 @@ LEAST_WAIT_S = 0.002
 RETRY_S = 60.0  # after a draft model could not be opened again
 
 FALLBACK = Directive(
-    Objective(), Level.WARM, k_max=1, flags=("governor=failed",), reason="the governor failed"
+    Objective(), Level.WARM, k_max=1, flags=("governor=failed",), reason="the governor failed", overlap=False
 )
 """What holds while the governor raises: drafts of one token at most."""
 
@@ -49,7 +49,8 @@ class Governed:
     """Asks `pacer` for directives and carries out what they say about pauses and the draft model.
 
     Without a pacer nothing is asked and nothing pauses. A pacer that raises is logged once and answered by
-    `FALLBACK`: the text goes on. `sleep` is what pauses call, in slices, with the sensors read in between.
+    `FALLBACK`: the text goes on. `sleep` is what pauses call, in slices, with the sensors read in between. `take_back`
+    is called before a draft is released: another thread may be at work in it.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Governed:
         drafters: Mapping[str, Drafter],
         clock: Clock = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        take_back: Callable[[], None] = lambda: None,
     ) -> None:
+        self._take_back = take_back
         self.pacer = pacer
         self.directive: Directive | None = None  # of this round
         self._drafters, self._clock, self._sleep = drafters, clock, sleep
@@ -246,6 +249,8 @@ class Governed:
 
     def _hold_drafts(self, loaded: bool) -> None:
         """Release what can be released, or bring it back; a draft that cannot be opened is tried again later."""
+        if not loaded:
+            self._take_back()
         for name, drafter in self._drafters.items():
             move = getattr(drafter, "restore" if loaded else "release", None)
             if move is None or (loaded and self._clock() < self._retry_s):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -13,6 +15,19 @@ from outrider.runtime.sampling import Distribution, Processor, distribution, dra
 from outrider.runtime.uniforms import Uniforms
 
 __all__ = ["ModelDrafter"]
+
+
+@dataclass
+class _Chain:
+    """A draft as it grows: all of its tokens but the last have run, and so has what is before `head`."""
+
+    start: int  # the position in the text of its first token
+    head: list[int]  # must run before the first draft
+    rng: np.random.Generator
+    assumed: list[int] = field(default_factory=list)  # between the context it was begun in and `start`
+    tokens: list[int] = field(default_factory=list)
+    drawn_from: list[Distribution] = field(default_factory=list)
+    ended: bool = False  # the draft was not sure enough, or lacks an id
 
 
 class ModelDrafter:
@@ -31,6 +46,8 @@ class ModelDrafter:
     `vocab_ids` are the ids of the columns of a trimmed head: other tokens are never proposed, q is 0 for them.
     `known_ids` is how many ids such a graph can read (its embedding's rows), for one that is not trimmed as many
     as it has columns.
+
+    Beside a verify forward it can draft the round after it (`assume`); all else must wait until that has ended.
     """
 
     name = "model"
@@ -71,6 +88,8 @@ class ModelDrafter:
         self._source: Sequence[int] | None = None
         self._pushed = 0  # how much of the context the penalties have seen
         self._checked = 0  # how much of the window is known to agree with the context
+        self._proposed: _Chain | None = None  # the last proposal
+        self._ahead: _Chain | None = None  # what follows it, if all that was assumed comes true
 
     @property
     def graph(self) -> Graph:
@@ -109,7 +128,7 @@ class ModelDrafter:
 
     def _forget(self) -> None:
         self._start, self._cached, self._source, self._checked = 0, [], None, 0
-        self._processor = None
+        self._processor = self._proposed = self._ahead = None
 
     def backlog(self, context: Sequence[int]) -> int:
         """How many tokens the draft must run before its first proposal; at least 1."""
@@ -121,32 +140,117 @@ class ModelDrafter:
     def propose(
         self, context: Sequence[int], k: int, sampling: Sampling, rng: np.random.Generator
     ) -> Proposal:
-        """Draft at most k tokens; fewer at low confidence, none behind an id that the draft lacks."""
-        processor = self._begin(context, sampling, k)
-        row = self._run(context[self._start + len(self._cached) :])
-        self._checked = len(self._cached)
-        k = min(k, self.graph.max_context - self._checked + 1)
-        drafted: list[int] = []
-        drawn_from: list[Distribution] = []
-        while row is not None:
-            choice = self._choose(processor.row(row), sampling, rng, len(context) + len(drafted))
-            if choice is None:
-                break
-            drafted.append(choice[0] if self.vocab_ids is None else int(self.vocab_ids[choice[0]]))
-            drawn_from.append(choice[1])
-            if len(drafted) == k:
-                break
-            processor.push(drafted[-1])
-            row = self._run(drafted[-1:])
-        for token in reversed(drafted[: len(self._cached) - self._checked]):
-            processor.pop(token)
+        """Draft at most k tokens; fewer at low confidence, none behind an id that the draft lacks.
+
+        Where everything that `assume` went by came true, its tokens are the first: the same that are drafted now.
+        """
+        self._proposed, chain = None, self._come_true(context, sampling, k)
+        if chain is None:
+            self._begin(context, sampling, k)
+            chain = _Chain(len(context), list(context[self._start + len(self._cached) :]), rng)
+        window = len(context) - self._start
+        k = min(k, self.graph.max_context - window + 1)
+        for _ in self._grow(chain, k, []):
+            pass
+        self._checked = min(len(self._cached), window)
+        self._shorten(chain, k)
+        self._proposed = chain
         one_hot = sampling.greedy or sampling.mode == "match"
-        return _chain(drafted, None if one_hot else drawn_from, self.vocab_ids)
+        return _chain(chain.tokens, None if one_hot else chain.drawn_from, self.vocab_ids)
+
+    def assume(self, k: int, rng: np.random.Generator) -> Generator[int, None, None]:
+        """Draft the round after the last proposal, as if the target took all of it and then this draft's next token.
+
+        Yields that guess and then up to k drafts, each after one forward; nothing where the draft is not sure of a
+        guess or its window would slide. `rng` is that of the round assumed. It reads no context, so another thread
+        may run it while the proposal is verified. What it left is used by the next `propose` if it came true, and
+        dropped otherwise; closing it early drops it too.
+        """
+        chain, self._proposed = self._proposed, None
+        if chain is None or chain.ended or not chain.tokens:
+            return
+        drafted = list(chain.tokens)
+        place = chain.start + len(drafted)
+        if place + 1 - self._start + k - 1 > self.graph.max_context:
+            return
+        shared = cast(np.random.Generator, _Shared(self._uniforms, place))  # the target draws its own by this
+        guess = _Chain(place, drafted[-1:], shared)
+        yield from self._grow(guess, 1, drafted)
+        if not guess.tokens:
+            return
+        assumed = [*drafted, *guess.tokens]
+        self._ahead = ahead = _Chain(place + 1, guess.tokens, rng, assumed)
+        complete = False
+        try:
+            yield from self._grow(ahead, k, assumed)
+            complete = True
+        finally:
+            if not complete:
+                self._ahead = None
 
     def observe(self, committed: Sequence[int], output: Output | None, rows: Sequence[int]) -> None:
         """Nothing to do: the cache is compared with the context when the next draft begins."""
 
-    def _begin(self, context: Sequence[int], sampling: Sampling, k: int) -> Processor:
+    def _grow(self, chain: _Chain, k: int, behind: Sequence[int]) -> Iterator[int]:
+        """Draft until the chain has k tokens or ends, one forward each; yields each token.
+
+        Penalties see `behind`, the tokens between the context and the chain, only while this runs.
+        """
+        processor, sampling = self._processor, self._sampling
+        assert processor is not None
+        assert sampling is not None
+        pushed = [*behind, *chain.tokens[:-1]]
+        for token in pushed:
+            processor.push(token)
+        try:
+            while len(chain.tokens) < k and not chain.ended:
+                if chain.tokens:
+                    pushed.append(chain.tokens[-1])
+                    processor.push(chain.tokens[-1])
+                row = self._run(chain.tokens[-1:] or chain.head)
+                place = chain.start + len(chain.tokens)
+                choice = None if row is None else self._choose(processor.row(row), sampling, chain.rng, place)
+                if choice is None:
+                    chain.ended = True
+                    return
+                column, chances = choice
+                chain.tokens.append(column if self.vocab_ids is None else int(self.vocab_ids[column]))
+                chain.drawn_from.append(chances)
+                yield chain.tokens[-1]
+        finally:
+            for token in reversed(pushed):
+                processor.pop(token)
+
+    def _come_true(self, context: Sequence[int], sampling: Sampling, k: int) -> _Chain | None:
+        """The chain that was drafted ahead, if the context is the one assumed and the window need not slide."""
+        chain, self._ahead = self._ahead, None
+        if chain is None or context is not self._source or sampling is not self._sampling:
+            return None
+        fits = len(context) - self._start + k - 1 <= self.graph.max_context
+        if not fits or len(context) != chain.start or list(context[-len(chain.assumed) :]) != chain.assumed:
+            return None
+        self._push(context)
+        return chain
+
+    def _push(self, context: Sequence[int]) -> None:
+        """Show the penalties what was committed."""
+        assert self._processor is not None
+        for token in context[self._pushed :]:
+            self._processor.push(token)
+        self._pushed = len(context)
+
+    def _shorten(self, chain: _Chain, k: int) -> None:
+        """Forget what a chain holds beyond k tokens, in the cache too."""
+        if len(chain.tokens) <= k:
+            return
+        del chain.tokens[k:], chain.drawn_from[k:]
+        chain.ended = False
+        keep = self._checked + k - 1
+        if keep < len(self._cached):
+            self.graph.truncate(keep)
+            del self._cached[keep:]
+
+    def _begin(self, context: Sequence[int], sampling: Sampling, k: int) -> None:
         """Bring cache, window and penalties in line with the context, all but the tokens not run yet."""
         del self._cached[self.graph.length :]
         if context is not self._source or sampling is not self._sampling or self._processor is None:
@@ -156,9 +260,7 @@ class ModelDrafter:
             self._pushed = prompt
             self._checked = 0
             self._source, self._sampling = context, sampling
-        for token in context[self._pushed :]:
-            self._processor.push(token)
-        self._pushed = len(context)
+        self._push(context)
         known = context[self._start : self._start + len(self._cached)]
         keep = common_prefix(self._cached, known, min(self._checked, len(known)))
         keep = min(keep, len(context) - self._start - 1)
@@ -168,7 +270,6 @@ class ModelDrafter:
         if keep < len(self._cached):
             self.graph.truncate(keep)
             del self._cached[keep:]
-        return self._processor
 
     def _window(self, needed: int) -> int:
         """Tokens to keep when the cache is filled anew: all that fit, or half of the context."""
@@ -208,6 +309,16 @@ class ModelDrafter:
 
 
 _ONE = Distribution(None, np.ones(1))
+
+
+class _Shared:
+    """The part of a generator that drawing needs: the target's own uniform of a position."""
+
+    def __init__(self, uniforms: Uniforms, position: int) -> None:
+        self._uniforms, self._position = uniforms, position
+
+    def random(self) -> float:
+        return self._uniforms(self._position)
 
 
 def _chain(

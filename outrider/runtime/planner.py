@@ -15,31 +15,38 @@ time that passes, so that a wrong estimate costs little, and text that turns pre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from math import ceil, inf
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any, Literal, NamedTuple, Protocol
 
 from outrider.contracts import Costs, Energy, Limits, Objective, Plan
 from outrider.errors import UsageError
-from outrider.runtime.costs import PRIOR_DRAFT, CostEstimates, by_width
-from outrider.runtime.evidence import PRIOR_ACCEPTANCE, Account, Evidence, Stint
+from outrider.runtime.costs import CostEstimates
+from outrider.runtime.evidence import PRIOR_ACCEPTANCE, Account, Evidence, Guesses, Stint, Trial
+from outrider.runtime.prices import LONGEST_PACE_S, Acceptance, PlannedRound, Prices, expected_tokens
 
-__all__ = ["Acceptance", "Directive", "Observation", "Planner", "choose", "expected_tokens", "pace"]
+__all__ = [
+    "LONGEST_PACE_S",
+    "Acceptance",
+    "Directive",
+    "Modes",
+    "Observation",
+    "Planner",
+    "choose",
+    "expected_tokens",
+    "pace",
+]
 
-LONGEST_PACE_S = 5.0  # a pause after a round; what would need more cannot be held by pacing
+
+class Modes(NamedTuple):
+    """How rounds may draft: the drafters that may do so beside a verify forward, and whether before it is allowed."""
+
+    overlap: frozenset[str] = frozenset()
+    serial: bool = True
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Conditional acceptance by drafter: entry j is P(draft j accepted | it was drafted, those before accepted).
-
-    `proposed` holds P(draft j is drafted | it was asked for, those before were drafted), for drafters that may
-    stop short of k by themselves (absent: they never do). The last entry goes on.
-    """
-
-    conditional: Mapping[str, tuple[float, ...]]
-    proposed: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+SERIAL = Modes()
 
 
 class Directive(Protocol):
@@ -55,100 +62,6 @@ class Directive(Protocol):
         ...
 
 
-def expected_tokens(conditional: tuple[float, ...], k: int) -> float:
-    """Expected committed tokens of a round of k drafts: 1 + Σ Π a_j."""
-    reach, total = 1.0, 1.0
-    for position in range(k):
-        reach *= conditional[min(position, len(conditional) - 1)]
-        total += reach
-    return total
-
-
-class _Round(NamedTuple):
-    """What a round of a plan is expected to be; `cost` is what the objective wants least of."""
-
-    cost: float
-    drafter: str | None
-    k: int
-    pace_s: float
-
-
-class _Prices:
-    """Seconds and joules of rounds under limits: one verify forward of each width, and its drafts."""
-
-    def __init__(self, costs: Costs, objective: Objective, limits: Limits, k_max: int) -> None:
-        self.costs, self.limits = costs, limits
-        self.kind = objective.kind if costs.energy else "latency"
-        rounds = by_width(costs.verify_s, limits.widths, k_max)
-        self.times = [seconds + costs.overhead_s for seconds in rounds]
-        self.joules = by_width(costs.energy.verify_j, limits.widths, k_max) if costs.energy else None
-
-    def fixed(self, drafter: str | None, k: int) -> tuple[float, float]:
-        """Seconds and dynamic joules of a round in which exactly k tokens are drafted."""
-        return self._spent(drafter, k, k)
-
-    def _spent(self, drafter: str | None, drafted: int, steps: int) -> tuple[float, float]:
-        energy, name = self.costs.energy, drafter or ""
-        seconds = self.times[drafted] + (steps * self.step_s(name) if steps else 0.0)
-        if energy is None or self.joules is None:
-            return seconds, 0.0
-        return seconds, self.joules[drafted] + steps * energy.draft_j.get(name, 0.0)
-
-    def pause_s(self, work_s: float, dynamic_j: float) -> float:
-        """Seconds to rest after a round, to keep within the limits on power and work."""
-        limits, energy = self.limits, self.costs.energy
-        pause_s = work_s / limits.duty - work_s
-        if energy and limits.power_w is not None:
-            excess_j = (energy.static_w - limits.power_w) * work_s + dynamic_j
-            spare_w = limits.power_w - energy.pause_w
-            if excess_j > 0.0:
-                pause_s = max(pause_s, excess_j / spare_w if spare_w > 0.0 else inf)
-        return min(pause_s, LONGEST_PACE_S)
-
-    def round(self, drafter: str | None, k: int, tokens: float, work_s: float, dynamic_j: float) -> _Round:
-        """A round that is expected to commit so many tokens for so much work."""
-        energy, pause_s = self.costs.energy, self.pause_s(work_s, dynamic_j)
-        catch_up_s, catch_up_j = self._catch_up(drafter) if drafter else (0.0, 0.0)
-        token_s = (work_s + pause_s) / tokens + catch_up_s
-        token_j = dynamic_j / tokens + catch_up_j
-        if energy:
-            token_j += (energy.static_w * work_s + energy.pause_w * pause_s) / tokens
-        cost = {"latency": token_s, "energy": token_j, "balanced": token_s * token_j}[self.kind]
-        return _Round(cost, drafter, k, pause_s)
-
-    def _catch_up(self, drafter: str) -> tuple[float, float]:
-        """Seconds and joules a token, of what the drafter must run before its first one."""
-        seconds = self.limits.catch_up_s.get(drafter, 0.0) / max(self.limits.horizon, 1)
-        energy, step_s = self.costs.energy, self.step_s(drafter)
-        if energy is None or step_s <= 0.0:
-            return seconds, 0.0
-        return seconds, seconds * (energy.static_w + energy.draft_j.get(drafter, 0.0) / step_s)
-
-    def step_s(self, drafter: str) -> float:
-        """Seconds of a draft step."""
-        return self.costs.draft_s.get(drafter, PRIOR_DRAFT * self.times[0])
-
-    def drafted(self, drafter: str, acceptance: Acceptance) -> Iterator[_Round]:
-        """The rounds of every k that a drafter may draft; a draft that stops short has run one step for nothing."""
-        conditional = acceptance.conditional[drafter]
-        proposed = acceptance.proposed.get(drafter, (1.0,))
-        most_s = self.times[0] + self.limits.risk_s.get(drafter, inf)
-        tokens, reach, whole = 1.0, 1.0, 1.0  # whole: the chance that k tokens are drafted
-        early_s = early_j = 0.0  # of drafts that stopped before k, weighted by their chance
-        for k in range(1, len(self.times)):
-            full_s, full_j = self._spent(drafter, k, k)
-            if full_s > most_s:
-                return
-            comes = proposed[min(k, len(proposed)) - 1]
-            short_s, short_j = self._spent(drafter, k - 1, k)
-            early_s += whole * (1.0 - comes) * short_s
-            early_j += whole * (1.0 - comes) * short_j
-            whole *= comes
-            reach *= comes * conditional[min(k, len(conditional)) - 1]
-            tokens += reach
-            yield self.round(drafter, k, tokens, early_s + whole * full_s, early_j + whole * full_j)
-
-
 def choose(costs: Costs, acceptance: Acceptance, objective: Objective, limits: Limits) -> Plan:
     """The plan that serves `objective` best under `limits`; plain decoding when nothing beats it.
 
@@ -157,20 +70,29 @@ def choose(costs: Costs, acceptance: Acceptance, objective: Objective, limits: L
     """
     if not costs.verify_s:
         raise UsageError("no verify time is measured yet; run a plain round first")
-    prices = _Prices(costs, objective, limits, _longest(acceptance, limits))
+    prices = Prices(costs, objective, limits, _longest(acceptance, limits))
     plain = prices.round(None, 0, 1.0, *prices.fixed(None, 0))
-    rounds = [
-        drafted
-        for name in acceptance.conditional
-        if limits.drafters is None or name in limits.drafters
-        for drafted in prices.drafted(name, acceptance)
-    ]
-    best = min(rounds, default=None)
+    best = _best(prices, acceptance, objective, limits)
     promise = plain.cost / best.cost if best else 0.0
     if best is None or (limits.plain_allowed and promise < objective.margin):
         reason = f"drafting promises {promise:.2f} x plain"
         return Plan(None, 0, "none", pace_s=plain.pace_s, reason=reason)
-    return Plan(best.drafter, best.k, pace_s=best.pace_s, reason=f"{promise:.2f} x plain expected")
+    mode: Literal["serial", "overlapped"] = "overlapped" if best.overlapped else "serial"
+    reason = f"{promise:.2f} x plain expected"
+    return Plan(best.drafter, best.k, mode, pace_s=best.pace_s, reason=reason)
+
+
+def _best(
+    prices: Prices, acceptance: Acceptance, objective: Objective, limits: Limits
+) -> PlannedRound | None:
+    """The best round that drafts; one that overlaps must promise its margin over the best that does not."""
+    names = [name for name in acceptance.conditional if limits.drafters is None or name in limits.drafters]
+    serial = [r for name in names if limits.serial_allowed for r in prices.drafted(name, acceptance)]
+    beside = [r for name in names if name in limits.overlap for r in prices.overlapped(name, acceptance)]
+    one, two = (min((r for r in rounds if r.k >= limits.k_min), default=None) for rounds in (serial, beside))
+    if one is None or two is None:
+        return one or two
+    return two if two.cost * objective.margin <= one.cost else one
 
 
 def _longest(acceptance: Acceptance, limits: Limits) -> int:
@@ -186,7 +108,7 @@ def pace(plan: Plan, costs: Costs, limits: Limits) -> Plan:
     """The same plan with the pause that keeps it within the limits on power and work."""
     if not costs.verify_s or (limits.power_w is None and limits.duty >= 1.0):
         return plan
-    prices = _Prices(costs, Objective(), limits, plan.k)
+    prices = Prices(costs, Objective(), limits, plan.k)
     return replace(plan, pace_s=prices.pause_s(*prices.fixed(plan.drafter, plan.k)))
 
 
@@ -196,6 +118,10 @@ class Observation:
 
     `width` is the compiled width that the verify ran at, `kind` that of the proposal, `backlog` the tokens
     that the drafter had to run before its first one.
+
+    `ready`: the draft was made beside the last verify, so `draft_s` was a wait for it. `beside`: the next one was
+    begun beside this one's; `guess` says whether its first token came true (None: untested). `ahead_steps` draft
+    steps that ran beside a verify ended in this round, after `ahead_s`.
     """
 
     plan: Plan
@@ -210,6 +136,11 @@ class Observation:
     kind: str = ""
     backlog: int = 0
     cut: bool = False
+    ready: bool = False
+    beside: bool = False
+    guess: bool | None = None
+    ahead_steps: int = 0
+    ahead_s: float = 0.0
 
 
 class Planner:
@@ -228,6 +159,9 @@ class Planner:
         self.k_max = k_max
         self.energy: Energy | None = None
         self._estimates = CostEstimates(costs or {})
+        self._beside = CostEstimates((costs or {}).get("overlapped", {}))  # of what ran beside each other
+        self._guesses: dict[str, Guesses] = {}
+        self._trials: dict[str, Trial] = {}
         self._evidence: dict[tuple[str, str], Evidence] = {}
         self._accounts: dict[str, Account] = {}
         self._stints: dict[str, Stint] = {}
@@ -236,11 +170,14 @@ class Planner:
     @property
     def costs(self) -> Costs:
         """The current estimates."""
-        return self._estimates.costs(self.energy)
+        known = bool(self._beside.verify_s)
+        beside = self._beside.costs() if known else None
+        return replace(self._estimates.costs(self.energy), overlapped=beside)
 
     def to_dict(self) -> dict[str, Any]:
         """The measured costs, to start from next time (json-ready)."""
-        return self._estimates.to_dict()
+        beside = {"overlapped": self._beside.to_dict()} if self._beside.verify_s else {}
+        return {**self._estimates.to_dict(), **beside}
 
     def acceptance(self, kinds: Mapping[str, str]) -> Acceptance:
         """Estimates for drafters whose next proposals are of these kinds (`""` when unknown)."""
@@ -248,6 +185,7 @@ class Planner:
         return Acceptance(
             {name: seen.conditional() for name, seen in evidence.items()},
             {name: seen.proposed() for name, seen in evidence.items()},
+            {name: self._guesses[name].share for name in kinds if name in self._guesses},
         )
 
     def begin(self, widths: tuple[int, ...] | None = None) -> None:
@@ -261,6 +199,10 @@ class Planner:
         for account in self._accounts.values():
             account.interval = min(account.interval, 64)
             account.steps = min(account.steps, account.allowance)
+        for guesses in self._guesses.values():
+            guesses.fade(0.7)
+        for trial in self._trials.values():
+            trial.interval = min(trial.interval, 64)
 
     def plan(
         self,
@@ -269,13 +211,20 @@ class Planner:
         backlogs: Mapping[str, int] | None = None,
         horizon: int = 128,
         directive: Directive | None = None,
+        modes: Modes = SERIAL,
     ) -> Plan:
         """The plan of the next round.
 
         `kinds` holds the drafters that can propose, with the kind of proposal; `backlogs` the tokens that
         each must run first; `horizon` how many tokens may still come; `directive` what heat and power ask.
         """
-        limits = Limits(min(k_max, self.k_max), self._widths, horizon=min(horizon, 128))
+        limits = Limits(
+            min(k_max, self.k_max),
+            self._widths,
+            horizon=min(horizon, 128),
+            overlap=modes.overlap,
+            serial_allowed=modes.serial,
+        )
         if directive is not None:
             limits = directive.limit(limits)
         if limits.drafters is not None:
@@ -287,7 +236,29 @@ class Planner:
         limits = replace(limits, risk_s=self._risks(kinds), catch_up_s=catch_up_s)
         objective = directive.objective if directive is not None else self.objective
         plan = choose(self.costs, self.acceptance(kinds), objective, limits)
-        return plan if plan.k else self._probe(plan, kinds, objective, limits)
+        if not plan.k:
+            return self._probe(plan, kinds, objective, limits)
+        return self._try_overlap(plan, kinds, objective, limits)
+
+    def with_mode(
+        self, plan: Plan, kinds: Mapping[str, str], directive: Directive | None = None, modes: Modes = SERIAL
+    ) -> Plan:
+        """A plan whose drafter and k its user fixed, in the mode that serves it best."""
+        limits = Limits(plan.k, self._widths, plain_allowed=False, overlap=modes.overlap, k_min=plan.k)
+        limits = replace(limits, serial_allowed=modes.serial)
+        if directive is not None:
+            k_max, limits = limits.k_max, directive.limit(limits)
+            limits = replace(limits, k_max=k_max, reference=None)
+        name = plan.drafter
+        if name is None or name not in limits.overlap:
+            return plan
+        if not limits.serial_allowed:
+            return replace(plan, mode="overlapped")
+        if not self._estimates.verify_s or name not in self._estimates.draft_s:
+            return plan
+        kinds = {name: kinds.get(name, "")}
+        best = choose(self.costs, self.acceptance(kinds), self.objective, limits)
+        return replace(plan, mode=self._try_overlap(best, kinds, self.objective, limits).mode)
 
     def paced(self, plan: Plan, directive: Directive) -> Plan:
         """A plan that was fixed by its user, with the pause that the directive asks for."""
@@ -295,22 +266,38 @@ class Planner:
 
     def observe(self, seen: Observation) -> None:
         """Learn from a round of the last plan."""
-        estimates = self._estimates
-        estimates.learn_verify(seen.width, seen.verify_s, seen.round_s - seen.draft_s - seen.verify_s)
+        estimates, rest_s = self._estimates, seen.round_s - seen.draft_s - seen.verify_s
+        ran, idle = (self._beside, estimates) if seen.beside else (estimates, self._beside)
+        step = ran.learn_verify(seen.width, seen.verify_s, rest_s)
+        if estimates.verify_s:
+            idle.follow(step)
+        else:  # all rounds so far overlapped: the best guess of a forward that has the machine to itself
+            estimates.learn_verify(seen.width, seen.verify_s, rest_s)
         name, plain_s = seen.plan.drafter, estimates.plain_s(self._widths)
         for other, account in self._accounts.items():
             account.idle_rounds += other != name
             account.heal(self.loss_share * seen.round_s / plain_s)
         if name is None:
             return
-        steps = min(seen.plan.k, seen.drafted + 1)
-        catch_up_s = estimates.learn_draft(name, steps, seen.draft_s, seen.backlog)
+        catch_up_s = self._learn_draft(name, seen)
         account = self._account(name)
         account.idle_rounds = 0
         account.book(seen.tokens - (seen.round_s - catch_up_s) / plain_s)
+        self._trial(name).saw(seen.plan.mode == "overlapped")
         self._stint(name).add(seen.tokens, seen.backlog)
         if not seen.cut:
             self._of(name, seen.kind).add(seen.plan.k, seen.drafted, seen.evaluated, seen.accepted)
+
+    def _learn_draft(self, name: str, seen: Observation) -> float:
+        """Learn what draft steps took, alone and beside a verify; returns seconds that were spent to catch up."""
+        if seen.ahead_steps:
+            self._beside.learn_draft(name, seen.ahead_steps, seen.ahead_s, 0)
+        if seen.guess is not None:
+            self._guesses.setdefault(name, Guesses()).add(seen.guess)
+        if seen.ready:
+            return 0.0
+        steps = min(seen.plan.k, seen.drafted + 1)
+        return self._estimates.learn_draft(name, steps, seen.draft_s, seen.backlog)
 
     def _first(self, kinds: Mapping[str, str], k_max: int) -> Plan | None:
         """The plan where there is no choice, or nothing measured to choose by."""
@@ -337,6 +324,22 @@ class Planner:
         account.interval = min(256, 2 * account.interval)
         return replace(probe, reason="probe")
 
+    def _try_overlap(
+        self, plan: Plan, kinds: Mapping[str, str], objective: Objective, limits: Limits
+    ) -> Plan:
+        """Now and then, a few overlapped rounds where measured costs speak against them, and those alone do."""
+        if plan.mode != "serial" or plan.drafter not in limits.overlap or not self._beside.verify_s:
+            return plan
+        trial = self._trial(plan.drafter)
+        if not trial.due:
+            return plan
+        alone = replace(self.costs, overlapped=None)
+        hoped = choose(alone, self.acceptance({plan.drafter: kinds[plan.drafter]}), objective, limits)
+        if hoped.mode != "overlapped":
+            return plan
+        trial.begin()
+        return replace(hoped, reason="probe of overlap")
+
     def _risks(self, kinds: Mapping[str, str]) -> dict[str, float]:
         """Seconds that one draft of each drafter may lose."""
         plain_s = self._estimates.plain_s(self._widths)
@@ -354,6 +357,9 @@ class Planner:
 
     def _stint(self, name: str) -> Stint:
         return self._stints.setdefault(name, Stint())
+
+    def _trial(self, name: str) -> Trial:
+        return self._trials.setdefault(name, Trial())
 
     def _account(self, name: str) -> Account:
         return self._accounts.setdefault(name, Account())

@@ -8,9 +8,8 @@ forward as its first row, which saves one target forward a round.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -23,7 +22,6 @@ from outrider.contracts import (
     Output,
     Plan,
     Proposal,
-    Sampling,
 )
 from outrider.errors import BackendError, ContextError, UsageError
 from outrider.power.governor import Directive
@@ -31,88 +29,22 @@ from outrider.runtime import trace as tracing
 from outrider.runtime.context import Context, common_prefix
 from outrider.runtime.governed import LEAST_CHUNK, Governed
 from outrider.runtime.judge import Judge
+from outrider.runtime.overlap import Ahead, Timeline, Worked, can_overlap
 from outrider.runtime.pacing import Pacer
-from outrider.runtime.planner import Observation, Planner
-from outrider.runtime.sampling import TokenLogprob
+from outrider.runtime.planner import Modes, Observation, Planner
+from outrider.runtime.request import FinishReason, Request, Round, refuse_k
 from outrider.runtime.stats import Stats
 from outrider.runtime.uniforms import draft_generator
 from outrider.runtime.verify import Decision, depths, tree_mask, walk
 
 __all__ = ["Engine", "FinishReason", "Request", "Round", "refuse_k"]
 
-FinishReason = Literal["stop", "length"]
 Progress = Callable[[int, int], None]
 
-MOST_K = 127  # drafted tokens in one verify of 128; a longer guess never pays, and is a slip of the finger
 LONG_BACKLOG = 8  # tokens that a model has not seen, from which on running them is no usual round
 
 _NO_TOKENS = np.empty(0, np.int64)
 _NOTHING = Proposal(_NO_TOKENS, _NO_TOKENS)
-
-
-def _backlog(drafter: Drafter, context: Context) -> int:
-    """Tokens that a drafter must run before it can propose; 0 when it keeps no such state."""
-    ask = getattr(drafter, "backlog", None)
-    return int(ask(context)) if ask is not None else 0
-
-
-def refuse_k(k: int) -> None:
-    """Raise UsageError for a k that is no draft length, or more than any round should verify."""
-    if not isinstance(k, int) or k < 0:
-        raise UsageError(f"k is {k!r}; it must be a number >= 0 or 'auto'")
-    if k > MOST_K:
-        raise UsageError(
-            f"k is {k}; a round verifies at most {MOST_K} drafted tokens, so k can be at most that"
-        )
-
-
-@dataclass(frozen=True)
-class Request:
-    """What one generation wants.
-
-    `k` is the draft length of every round, or "auto" for the planner's choice; 0 is plain decoding. A fixed k
-    is kept whatever the governor says; pauses that hold a limit come with any k.
-    `drafter` names one drafter (None: any). `stop_ids` end the text; the stop token itself is the last
-    one committed. `logprobs` None is off, 0 gives each token's own, n the n most likely as well.
-    """
-
-    sampling: Sampling = field(default_factory=Sampling)
-    max_new_tokens: int | None = None
-    stop_ids: frozenset[int] = frozenset()
-    k: int | Literal["auto"] = "auto"
-    drafter: str | None = None
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse values outside their range, naming the option and the value seen."""
-        if self.k != "auto":
-            refuse_k(self.k)
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise UsageError(f"logprobs is {self.logprobs}; it must be at least 0")
-
-
-@dataclass(frozen=True)
-class Round:
-    """What one round committed: 1..k+1 tokens, cut after the first stop token and at the limits.
-
-    `finish_reason` is None while more can come. `stats` are the generation's counters, updated in place.
-    `directive` is what the governor asked for (None: nothing governs); the pause of `plan` follows the round.
-    """
-
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason | None
-    plan: Plan
-    drafted: int
-    evaluated: int
-    accepted: int
-    near_ties: int
-    logprobs: tuple[TokenLogprob, ...] | None
-    draft_s: float
-    verify_s: float
-    stats: Stats
-    directive: Directive | None = None
 
 
 @dataclass
@@ -128,6 +60,9 @@ class _Run:
     trace: tracing.TraceWriter | None
     kinds: dict[str, str] = field(default_factory=dict)  # of this round's possible proposals, by drafter
     backlogs: dict[str, int] = field(default_factory=dict)
+    ready: bool = False  # the draft of this round was made beside the last verify
+    beside: bool = False  # assumed work ran beside this round's verify
+    guess: bool | None = None  # whether its guess came true
     odd: bool = False  # whether the last round did more than a plan knows: a chunk, a draft that catches up
 
     @property
@@ -142,7 +77,10 @@ class Engine:
     and never chosen. `near_tie` is the float noise of a logit, below which a decision counts as a near
     tie. `planner` chooses k where a request says "auto" (default: a fresh one). `pacer` brings heat and power
     into its choice; pauses that hold a limit call `sleep`. The engine owns neither the graphs nor the
-    drafters' graphs: `close` them where they were opened.
+    drafters' graphs: `close` them where they were opened, after `settle`.
+
+    `apart` names the drafters that run on another unit than the target: where a request leaves it open, they may
+    draft beside a verify forward. `timeline` is for graphs that share a virtual time.
     """
 
     def __init__(
@@ -156,6 +94,8 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         pacer: Pacer | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        apart: Collection[str] = (),
+        timeline: Timeline | None = None,
     ) -> None:
         if vocab_limit is not None and not 0 < vocab_limit <= target.vocab_size:
             raise UsageError(f"vocab_limit is {vocab_limit}; the target has {target.vocab_size} ids")
@@ -167,7 +107,9 @@ class Engine:
         self._chunk = min(prefill_chunk, self._widest or prefill_chunk)
         self._near_tie = near_tie
         self._clock = clock
-        self._governed = Governed(pacer, self.drafters, clock, sleep)
+        self._apart = frozenset(apart)
+        self._ahead = Ahead(clock, timeline)
+        self._governed = Governed(pacer, self.drafters, clock, sleep, self._ahead.drop)
         self._cached: list[int] = []  # tokens of the target's KV rows
         self._ticket = 0
 
@@ -178,11 +120,16 @@ class Engine:
 
     def reset(self) -> None:
         """Forget all context, in the target and in the drafters."""
+        self.settle()
         self._ticket += 1
         self._cached.clear()
         self.target.truncate(0)
         for drafter in self.drafters.values():
             drafter.reset()
+
+    def settle(self) -> None:
+        """End what a generation that was not closed still drafts ahead, and its thread; the drafters are free then."""
+        self._ahead.close()
 
     def decode(
         self,
@@ -200,6 +147,7 @@ class Engine:
         """
         request = request or Request()
         self._check(prompt, request)
+        self.settle()
         self._ticket += 1
         room = self.target.max_context
         limit = room if request.max_new_tokens is None else min(room, len(prompt) + request.max_new_tokens)
@@ -231,6 +179,11 @@ class Engine:
         if request.drafter is not None and request.drafter not in self.drafters:
             known = ", ".join(self.drafters) or "none"
             raise UsageError(f"unknown drafter {request.drafter!r}; this engine has: {known}")
+        if request.drafting == "overlapped" and not self._overlapping(request):
+            raise UsageError(
+                "drafting is 'overlapped', and no drafter that was asked for can draft beside the target: a draft"
+                " model can, lookup takes no time. Leave the option out, or load a draft model"
+            )
         if self._widest and request.k != "auto" and request.k >= self._widest:
             raise UsageError(
                 f"k is {request.k}; the target is compiled for widths {self.target.widths}, so k can be"
@@ -242,6 +195,13 @@ class Engine:
         self.planner.begin(self.target.widths)
         self._prefill(run, progress)
         run.stats.prefill_s = self._clock() - started
+        try:
+            yield from self._until_finished(run, started)
+        finally:
+            if run.ticket == self._ticket:
+                self.settle()
+
+    def _until_finished(self, run: _Run, started: float) -> Generator[Round, None, None]:
         finish: FinishReason | None = None
         while finish is None:
             if run.ticket != self._ticket:
@@ -305,19 +265,24 @@ class Engine:
         waited_s = self._wait_for_catch_up(run, plan)
         drafting = self._clock()
         proposal = self._propose(run, plan)
+        run.beside = self._look_ahead(run, plan, proposal)
         verifying = self._clock()
         output, rows = self._verify(pending, proposal)
         verified = self._clock()
         position = len(context)
         run.judge.begin(rows, position, proposal)
         decision = walk(proposal, run.judge, run.request.stop_ids, run.remaining)
+        run.guess = self._ahead.judge(proposal, decision)
         self._keep(run, pending, plan, decision, output)
         if run.trace is not None:
             run.trace.round(position, proposal, run.judge.judged, decision, plan)
         result = self._report(run, plan, len(proposal), decision, verifying - drafting, verified - verifying)
+        self._ahead.settle_missed()
+        worked = self._ahead.collect()
+        run.stats.count_ahead(run.beside, run.guess, worked.steps, worked.wasted)
         round_s = self._clock() - begin - waited_s
-        self._account(run, result, len(pending), round_s)
-        self._tell(run, result, len(pending), round_s)
+        self._account(run, result, len(pending), round_s, worked)
+        self._tell(run, result, len(pending), round_s, worked)
         return result
 
     def _keep(self, run: _Run, pending: list[int], plan: Plan, decision: Decision, output: Output) -> None:
@@ -353,6 +318,8 @@ class Engine:
             verify_s,
             run.stats,
             self._governed.directive,
+            run.ready,
+            run.guess,
         )
 
     def _plan(self, run: _Run, pending: int, directive: Directive | None) -> Plan:
@@ -368,13 +335,30 @@ class Engine:
         names = [request.drafter] if request.drafter else list(self.drafters)
         names = [name for name in names if getattr(self.drafters[name], "loaded", True)]
         run.kinds = self._kinds(run.context, names)
-        run.backlogs = {name: _backlog(self.drafters[name], run.context) for name in run.kinds}
+        run.backlogs = {name: self._backlog(name, run.context) for name in run.kinds}
+        modes = Modes(self._overlapping(request), request.drafting != "overlapped")
         if request.k == "auto":
-            return self.planner.plan(run.kinds, most, run.backlogs, run.remaining, directive)
+            return self.planner.plan(run.kinds, most, run.backlogs, run.remaining, directive, modes)
         plan = Plan(None, 0, "none", reason="nothing to propose")
         if run.kinds:
             plan = Plan(next(iter(run.kinds)), min(request.k, most), reason="fixed k")
+            plan = self.planner.with_mode(plan, run.kinds, directive, modes)
         return self._paced(plan, directive)
+
+    def _overlapping(self, request: Request) -> frozenset[str]:
+        """The drafters that may draft beside a verify forward, by what they can and what the request says."""
+        able = {name for name, drafter in self.drafters.items() if can_overlap(drafter)}
+        able &= {request.drafter} if request.drafter else able
+        if request.drafting == "auto":
+            able &= self._apart
+        return frozenset(able if request.drafting != "serial" else ())
+
+    def _backlog(self, name: str, context: Context) -> int:
+        """Tokens that a drafter must run before it can propose; 0 when it keeps no such state, or is ahead."""
+        ask = getattr(self.drafters[name], "backlog", None)
+        if ask is None or self._ahead.ready(name, len(context)):
+            return 0
+        return int(ask(context))
 
     def _wait_for_catch_up(self, run: _Run, plan: Plan) -> float:
         """A draft that has a prompt to run first waits until a power cap allows it; returns what was slept."""
@@ -399,6 +383,11 @@ class Engine:
         return kinds
 
     def _propose(self, run: _Run, plan: Plan) -> Proposal:
+        run.ready = plan.k > 0 and self._ahead.ready(plan.drafter, len(run.context))
+        if run.ready:
+            self._ahead.settle()
+        else:
+            self._ahead.drop()
         if plan.drafter is None or plan.k == 0:
             return _NOTHING
         sampling = run.request.sampling
@@ -410,6 +399,15 @@ class Engine:
                 f"drafter {plan.drafter!r} proposed {len(proposal)} tokens; it was asked for {most}"
             )
         return proposal
+
+    def _look_ahead(self, run: _Run, plan: Plan, proposal: Proposal) -> bool:
+        """Start to draft the next round, as if this one were accepted whole; False where that is not to be."""
+        if plan.mode != "overlapped" or plan.drafter is None or not 0 < len(proposal) == plan.k:
+            return False
+        start = len(run.context) + len(proposal) + 1
+        most = min(run.limit - start, self._widest or self.target.max_context) - 1
+        seed = run.request.sampling.seed
+        return self._ahead.start(plan.drafter, self.drafters[plan.drafter], seed, start, min(plan.k, most))
 
     def _verify(self, pending: Sequence[int], proposal: Proposal) -> tuple[Output, Float32Array]:
         """One target forward over pending tokens and drafts; logits [1 + n, V] of anchor and drafts."""
@@ -437,7 +435,7 @@ class Engine:
         mask[pending:, pending:] = tree_mask(proposal.parents)
         return positions, mask
 
-    def _account(self, run: _Run, result: Round, pending: int, round_s: float) -> None:
+    def _account(self, run: _Run, result: Round, pending: int, round_s: float, worked: Worked) -> None:
         """Times for the statistics and the planner; the first round, part of the prefill, teaches nothing."""
         if run.stats.rounds == 1:
             return
@@ -460,17 +458,24 @@ class Engine:
                 run.kinds.get(result.plan.drafter or "", ""),
                 run.backlogs.get(result.plan.drafter or "", 0),
                 cut=result.finish_reason is not None,
+                ready=run.ready,
+                beside=run.beside,
+                guess=run.guess,
+                ahead_steps=worked.steps,
+                ahead_s=worked.seconds,
             )
         )
 
-    def _tell(self, run: _Run, result: Round, pending: int, round_s: float) -> None:
+    def _tell(self, run: _Run, result: Round, pending: int, round_s: float, worked: Worked) -> None:
         """Let the governor know what ran; a last chunk and a draft that catches up are no usual work."""
         drafter = result.plan.drafter
         run.odd = pending > 1 or run.backlogs.get(drafter or "", 0) > LONG_BACKLOG
         if pending > LONG_BACKLOG:
             self._governed.saw_prompt(pending, self._width(pending), round_s)
         else:
-            steps = min(result.plan.k, result.drafted + 1)  # a draft that stops short has run one for nothing
+            # a draft that stops short has run one step for nothing
+            steps = 0 if run.ready else min(result.plan.k, result.drafted + 1)
+            steps += worked.steps
             self._governed.saw(self._width(pending + result.drafted), drafter, steps, run.odd, round_s)
 
     def _width(self, tokens: int) -> int:

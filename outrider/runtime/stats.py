@@ -18,6 +18,10 @@ class Stats:
     process, without the time that the consumer of the rounds took. `paced_s` was slept between rounds to hold
     a limit on power or heat (pauses in the prompt are part of `prefill_s`); `level` is the governor's
     highest (None: nothing governs), `flags` are those of its last directive.
+
+    `overlapped_rounds` had the next round drafted beside their verify: of `guesses` of the token in between that
+    were put to the test `guesses_held` came true, and of `ahead_steps` draft steps `wasted_steps` were dropped.
+    `draft_s` holds what the engine drafted itself or waited for, not what was drafted beside a verify.
     """
 
     prompt_tokens: int = 0
@@ -38,6 +42,11 @@ class Stats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     paced_s: float = 0.0
+    overlapped_rounds: int = 0
+    guesses: int = 0
+    guesses_held: int = 0
+    ahead_steps: int = 0
+    wasted_steps: int = 0
     level: str | None = None
     flags: tuple[str, ...] = ()
 
@@ -80,6 +89,14 @@ class Stats:
         for position in range(evaluated):
             self.evaluated_at[position] += 1
             self.accepted_at[position] += position < accepted
+
+    def count_ahead(self, overlapped: bool, guess: bool | None, steps: int, wasted: int) -> None:
+        """Add what one round had drafted beside verify forwards; `guess` None was not put to the test."""
+        self.overlapped_rounds += overlapped
+        self.guesses += guess is not None
+        self.guesses_held += bool(guess)
+        self.ahead_steps += steps
+        self.wasted_steps += wasted
 
     def to_dict(self) -> dict[str, Any]:
         """All counters and the derived rates, ready for `json`."""

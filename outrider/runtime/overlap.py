@@ -1,0 +1,247 @@
+"""Overlapped rounds: while the target verifies a round, the draft works on the next one, on a thread of its own.
+
+The draft assumes that all of its tokens are accepted and that the target's own token after them is the one that
+it would have drafted next, one round deep at most; PEARL (arXiv 2408.11850) drafts beside the verify in this way.
+Where that comes true, the next round begins with its draft ready; where not, the work is dropped and the draft
+rewinds. Either way a round proposes what it would have proposed without it, so the text is the same.
+
+From the start of a piece of work to its end, the drafter and its graph belong to the thread. `Ahead.settle` and
+`Ahead.drop` take them back, before anything else may touch them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from outrider.contracts import Clock, Drafter, Proposal
+from outrider.runtime.uniforms import draft_generator
+from outrider.runtime.verify import Decision
+
+__all__ = ["Ahead", "OverlapDrafter", "Timeline", "Worked", "can_overlap"]
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class OverlapDrafter(Protocol):
+    """A drafter that can work on the next round while its last proposal is verified."""
+
+    def assume(self, k: int, rng: np.random.Generator) -> Generator[int, None, None]:
+        """Draft on as if the last proposal and one more guessed token were committed.
+
+        Yields the guess, then up to k drafts, each after one step. Runs on another thread, must read no context,
+        and keeps what it drafted for the next `propose`, which uses it if it came true.
+        """
+        ...
+
+
+def can_overlap(drafter: Drafter) -> bool:
+    """Whether a drafter can draft beside a verify forward."""
+    return isinstance(drafter, OverlapDrafter)
+
+
+class Timeline(Protocol):
+    """What a virtual time must know of the threads that share it (`targets.lanes.Lanes`); real time needs nothing."""
+
+    def begin(self) -> None:
+        """Another thread starts to work."""
+        ...
+
+    def end(self) -> None:
+        """This thread's work has ended."""
+        ...
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Let time pass until this holds, by another thread's doing."""
+        ...
+
+    def notify(self) -> None:
+        """What another thread waits for may hold now."""
+        ...
+
+
+class Worked(NamedTuple):
+    """Assumed work that ended: draft steps, the seconds that they took, and how many of them were for nothing."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    wasted: int = 0
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Assumed work in flight. The thread writes all but `cancelled` and `came_true`, and wakes its owner."""
+
+    name: str
+    work: Generator[int, None, None]
+    start: int  # length of the text if everything comes true
+    cancelled: bool = False
+    came_true: bool = False
+    guess: int | None = None
+    guessed: bool = False  # `guess` is final
+    finished: bool = False
+    steps: int = 0
+    seconds: float = 0.0
+    error: Exception | None = None
+    wake: SimpleQueue[None] = field(default_factory=SimpleQueue)
+
+    def run(self, clock: Clock, timeline: Timeline | None) -> None:
+        """Draft until it is done or cancelled, and tell the guess as soon as it is made."""
+        begin = clock()
+        try:
+            for token in self.work:
+                self.steps += 1
+                if self.steps == 1:
+                    self.guess, self.guessed = token, True
+                    self._tell(timeline)
+                if self.cancelled:
+                    break
+            self.work.close()
+        except Exception as error:  # its owner knows what that means for the text
+            self.error = error
+        self.seconds = clock() - begin
+        self.guessed = self.finished = True
+        self._tell(timeline)
+
+    def _tell(self, timeline: Timeline | None) -> None:
+        self.wake.put(None)
+        if timeline is not None:
+            timeline.notify()
+
+
+class Ahead:
+    """At most one piece of assumed work, on a thread that lives from the first piece to `close`.
+
+    A drafter that fails in assumed work is logged, and drafts as usual from then on, where its errors are raised;
+    it works ahead again after `close`. `timeline` is for threads that share a virtual time.
+    """
+
+    def __init__(self, clock: Clock = time.perf_counter, timeline: Timeline | None = None) -> None:
+        self._clock, self._timeline = clock, timeline
+        self._thread: threading.Thread | None = None
+        self._pieces: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._piece: _Piece | None = None
+        self._failed: set[str] = set()
+        self._worked = Worked()
+
+    def ready(self, name: str | None, length: int) -> bool:
+        """Whether the draft of this drafter behind a text of so many tokens is done, or under way."""
+        piece = self._piece
+        return piece is not None and piece.name == name and piece.came_true and piece.start == length
+
+    def start(self, name: str, drafter: Drafter, seed: int, start: int, k: int) -> bool:
+        """Let a drafter assume a text of `start` tokens and draft k behind it; False where that cannot be."""
+        if k < 1 or name in self._failed or not isinstance(drafter, OverlapDrafter):
+            return False
+        self.drop()
+        piece = _Piece(name, drafter.assume(k, draft_generator(seed, start)), start)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="outrider-draft", daemon=True)
+            self._thread.start()
+        if self._timeline is not None:
+            self._timeline.begin()
+        self._piece = piece
+        self._pieces.put(piece)
+        return True
+
+    def judge(self, proposal: Proposal, decision: Decision) -> bool | None:
+        """Whether the guess came true; None: it was not put to the test. What did not come true is cancelled."""
+        piece = self._piece
+        if piece is None:
+            return None
+        if decision.cut or decision.accepted < len(proposal):
+            piece.cancelled = True
+            return None
+        if not piece.guessed:
+            self._wait(piece, lambda: piece.guessed)
+        piece.came_true = piece.guess == decision.tokens[-1]
+        piece.cancelled = not piece.came_true
+        return None if piece.guess is None else piece.came_true
+
+    def settle_missed(self) -> None:
+        """Wait until the drafter is free, unless what it assumed came true."""
+        if self._piece is not None and not self._piece.came_true:
+            self.drop()
+
+    def settle(self) -> None:
+        """Wait until the drafter is free; what came true is drafted to its end."""
+        piece = self._piece
+        if piece is None:
+            return
+        try:
+            self._wait(piece, lambda: piece.finished)
+        finally:
+            if piece.finished:
+                self._settled(piece)
+
+    def drop(self) -> None:
+        """Take the drafter back, with the step that it is in, and forget what came true."""
+        if self._piece is not None:
+            self._piece.cancelled, self._piece.came_true = True, False
+        self.settle()
+
+    def collect(self) -> Worked:
+        """What assumed work has ended since the last call."""
+        worked, self._worked = self._worked, Worked()
+        return worked
+
+    def close(self) -> None:
+        """End work and thread; another `start` begins anew. Closing twice is allowed."""
+        thread = self._thread
+        if (
+            thread is threading.current_thread()
+        ):  # collected as garbage from there: nobody may wait for himself
+            if self._piece is not None:
+                self._piece.cancelled = True
+            self._pieces.put(None)
+            return
+        try:
+            self.drop()
+        finally:
+            self._thread = None
+            self._failed.clear()
+            if thread is not None:
+                self._pieces.put(None)
+                thread.join()
+
+    def _settled(self, piece: _Piece) -> None:
+        self._piece = None
+        used = piece.came_true and piece.error is None
+        worked = self._worked
+        self._worked = Worked(
+            worked.steps + piece.steps,
+            worked.seconds + piece.seconds,
+            worked.wasted + (0 if used else piece.steps),
+        )
+        if piece.error is not None:
+            self._failed.add(piece.name)
+            _log.warning("drafter %r failed while it drafted ahead: %s", piece.name, piece.error)
+            _log.debug("where it failed", exc_info=piece.error)
+
+    def _wait(self, piece: _Piece, ready: Callable[[], bool]) -> None:
+        """Wait for the thread. An interrupt cancels the work and is raised at its end: nothing may be left running."""
+        interrupt: KeyboardInterrupt | None = None
+        while not ready():
+            try:
+                if self._timeline is not None:
+                    self._timeline.wait(ready)
+                piece.wake.get()
+            except KeyboardInterrupt as error:
+                piece.cancelled, interrupt = True, error
+        if interrupt is not None:
+            raise interrupt
+
+    def _serve(self) -> None:
+        pieces, clock, timeline = self._pieces, self._clock, self._timeline
+        while (piece := pieces.get()) is not None:
+            piece.run(clock, timeline)
+            if timeline is not None:
+                timeline.end()
