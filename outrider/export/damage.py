@@ -8,6 +8,7 @@ and no more than one layer of weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,14 +18,28 @@ from outrider.errors import UsageError
 from outrider.export.decoder import Layer, softcap
 from outrider.export.reference import ROWS, FloatReference, Stream
 from outrider.export.slots import SlotWeights, matrix_slots, slot_shape
-from outrider.quantize.channels import ChannelMatrix
 from outrider.quantize.sensitivity import SlotDamage
 
 __all__ = ["slot_damages"]
 
 FloatArray = NDArray[np.float32]
-Pack = Callable[[str, FloatArray], ChannelMatrix]
 PARTS = ("qkv", "attn_out", "gate_up", "down")
+
+
+class Rounded(Protocol):
+    """A weight in few bits."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that ship."""
+        ...
+
+    def values(self) -> FloatArray:
+        """The float32 weight [N, K] that is left."""
+        ...
+
+
+Pack = Callable[[str, FloatArray], Rounded]
 
 
 @torch.inference_mode()
@@ -72,9 +87,7 @@ def slot_damages(
     return [SlotDamage(slot, found[slot], *sizes[slot]) for slot in wanted]
 
 
-def _rounded(
-    layer: Layer, index: int, wanted: Collection[str], pack: Pack
-) -> Iterator[tuple[str, ChannelMatrix]]:
+def _rounded(layer: Layer, index: int, wanted: Collection[str], pack: Pack) -> Iterator[tuple[str, Rounded]]:
     """Each wanted slot of a layer, while the layer holds its rounded weight."""
     for part in PARTS:
         slot = f"layers.{index}.{part}"
@@ -88,7 +101,7 @@ def _rounded(
         linear.weight.data = exact
 
 
-def _sizes(weights: SlotWeights, slot: str, packed: ChannelMatrix) -> tuple[int, int]:
+def _sizes(weights: SlotWeights, slot: str, packed: Rounded) -> tuple[int, int]:
     N, K = slot_shape(weights.config, slot)
     return packed.nbytes, N * K + 4 * N
 
@@ -106,7 +119,7 @@ def _divergences(
 
 
 def _head_divergence(
-    reference: FloatReference, weights: SlotWeights, streams: list[Stream], packed: ChannelMatrix
+    reference: FloatReference, weights: SlotWeights, streams: list[Stream], packed: Rounded
 ) -> float:
     rounded = torch.from_numpy(packed.values())
     states = reference.normed(streams)

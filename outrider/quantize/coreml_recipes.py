@@ -22,6 +22,7 @@ __all__ = [
     "Blocks",
     "CoreMLRecipe",
     "CoreMLScheme",
+    "Overrides",
     "Palette",
     "check_compressed",
     "check_tied",
