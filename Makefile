@@ -27,5 +27,5 @@ clean:
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -U pip
-	$(BIN)/python -m pip install -q -e '.[export,executorch,qnn,nvml,dev]'
+	$(BIN)/python -m pip install -q -e '.[export,executorch,qnn,coreml,nvml,dev]'
 	touch $@

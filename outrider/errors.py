@@ -19,6 +19,9 @@ A message says what happened, the value seen, and what to do.
 
 from __future__ import annotations
 
+import platform
+import sys
+
 __all__ = [
     "BackendError",
     "BundleError",
@@ -54,7 +57,22 @@ class MissingExtraError(OutriderError, ImportError):
     def __init__(self, module: str, extra: str) -> None:
         super().__init__(
             f"{module!r} is not installed. It is part of an extra: pip install 'outrider[{extra}]'"
+            + _why_no_wheel(module)
         )
+
+
+def _why_no_wheel(module: str) -> str:
+    """What keeps an extra from installing its library here; empty where nothing does."""
+    if module != "coremltools":
+        return ""
+    where = sys.platform, platform.machine().lower()
+    built = where[0] == "darwin" or where in (("linux", "x86_64"), ("linux", "amd64"))
+    if built and sys.version_info < (3, 14):
+        return ""
+    return (
+        f". Here (Python {sys.version_info[0]}.{sys.version_info[1]} on {where[0]} {where[1]}) that installs nothing: "
+        "coremltools 9 has wheels for Python up to 3.13 on macOS and on Linux x86-64 only; use one of those"
+    )
 
 
 class CheckpointError(OutriderError):

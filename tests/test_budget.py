@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from outrider.errors import UsageError
+from outrider.errors import ExportError, UsageError
 from outrider.export.budget import HTP_CONTEXT_MB, Budget, estimate, fit_budget
 from outrider.export.config import ModelConfig
 from outrider.export.device_plans import open_device, plan_graphs
 from outrider.export.options import ExportOptions, RoleOptions
 from outrider.manifest import read_manifest
 from outrider.targets.device import Device, Figure
+from outrider.targets.qnn_plugin import has_emulator
 
 SMALL = ModelConfig("qwen2", 151936, 896, 24, 14, 2, 64, 4864, 32768, tie_embeddings=True)
 LARGE = ModelConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960, 32768, tie_embeddings=True)
@@ -176,3 +177,104 @@ def test_the_budget_is_announced_before_the_first_graph_is_made(
     )
     export_bundle(asked, announce=lambda budget: seen.append(str(budget)))
     assert [line.split(",")[0] for line in seen] == ["MB", "target"]
+
+
+def test_what_an_export_takes_on_disk_counts_every_file_once_and_the_largest_scratch() -> None:
+    """The GPU's ONNX graph shares its file with the CPU's, a Vulkan program comes twice, an NPU graph compiled too."""
+    budget: Budget = fit(open_device("snapdragon-8-gen3"), options())[2]
+    found = {
+        (size.plan.role, size.plan.lowering, size.plan.unit): size
+        for size in budget.sizes
+        if (size.plan.role, size.plan.lowering, size.plan.unit) != ("target", "onnx", "gpu")
+    }
+    npu = found["draft", "npu", "npu"]
+    vulkan = found["target", "vulkan", "gpu"]
+    assert vulkan.disk_mb == 2 * vulkan.weights_mb
+    assert npu.disk_mb == npu.weights_mb + npu.binaries_mb + npu.tables_mb
+    assert npu.scratch_mb == pytest.approx(4 * npu.weights_mb)  # 8 bits of 32
+    together = sum(size.disk_mb for size in found.values()) + npu.scratch_mb
+    assert together < budget.disk_mb < 1.5 * together + 100
+
+
+def test_a_disk_without_the_room_is_refused_before_the_first_graph_is_made(
+    tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shutil import disk_usage
+
+    from outrider.export import budget, role_graphs
+    from outrider.export.bundle import export_bundle
+
+    used: Any = disk_usage(tmp_path)
+    monkeypatch.setattr(budget, "disk_usage", lambda folder: used._replace(free=20_000_000))
+    monkeypatch.setitem(role_graphs.LOWERINGS, "onnx", lambda making: pytest.fail("a graph was made"))
+    asked = ExportOptions(RoleOptions(str(tiny_models["target"])), tmp_path / "bundle", max_context=64)
+    seen: list[Budget] = []
+    with pytest.raises(ExportError, match=r"needs up to 5\d MB on the disk of .*, which has 20 MB free"):
+        export_bundle(asked, announce=seen.append)
+    assert re.search(r"on disk up to 5\d MB, 20 MB are free", str(seen[0]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_takes_no_more_of_its_disk_than_was_said(
+    tiny_models: dict[str, Path], traced_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing elsewhere: a float model for calibration once filled /tmp."""
+    from outrider.export import budget, npu_calibrate
+    from outrider.export.bundle import export_bundle
+
+    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn is not installed")
+    if not has_emulator():
+        pytest.skip("onnxruntime-qnn holds no emulator for this processor")
+    for name in ("DISK_MARGIN", "SMALL_FILES_MB"):
+        monkeypatch.setattr(budget, name, {"DISK_MARGIN": 1.0, "SMALL_FILES_MB": 0.0}[name])
+    largest: list[float] = []
+
+    def spying(*words: Any, **named: Any) -> Any:
+        largest.append(sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) / 1e6)
+        return ranges(*words, **named)
+
+    ranges = npu_calibrate.activation_ranges
+    monkeypatch.setattr(npu_calibrate, "activation_ranges", spying)
+    model = str(tiny_models["draft"])
+    asked = ExportOptions(
+        RoleOptions(model, "int8"),
+        tmp_path / "bundle",
+        RoleOptions(model, "int8"),
+        "snapdragon-8-gen3",
+        max_context=64,
+        backends=("onnxruntime", "qnn"),
+        evaluate=False,
+    )
+    seen: list[Budget] = []
+    export_bundle(asked, announce=seen.append)
+    weights = next(size.scratch_mb for size in seen[0].sizes if size.scratch_mb)
+    assert weights < max(largest) < seen[0].disk_mb + 3  # MB of a graph, for a toy more than its weights
+
+
+def test_core_ml_graphs_are_sized_by_their_recipes_and_hold_half_precision_caches() -> None:
+    sizes = fit(open_device("iphone-16-pro"), options("iphone-16-pro", max_context=1024))[2].sizes
+    draft, cpu = (size for size in sizes if size.plan.role == "draft")
+    target = next(size for size in sizes if size.plan.role == "target")
+    products = (
+        sum(rows * columns for rows, columns in [(1152, 896), (896, 896), (9728, 896), (896, 4864)]) * 24
+        + 151936 * 896
+    )
+    assert draft.weights_mb == pytest.approx(products * 6 / 8 / 1e6)
+    assert draft.tables_mb == pytest.approx(151936 * 896 / 1e6)  # 8-bit rows that the app looks up
+    assert 2 * draft.kv_mb == cpu.kv_mb
+    assert target.tables_mb == 0
+    half = fit(
+        open_device("iphone-16-pro"),
+        options("iphone-16-pro", draft=RoleOptions("d", coreml_precision="fp16"), split_target=True),
+    )[2].sizes
+    found = {size.plan.lowering: size for size in half if size.plan.backend == "coreml"}
+    assert found["coreml_draft"].weights_mb == pytest.approx(products * 2 / 1e6)
+    assert found["coreml_draft"].tables_mb == pytest.approx(2 * 151936 * 896 / 1e6)
+    assert found["coreml_split"].tables_mb == pytest.approx(151936 * 1536 / 1e6)
+
+
+def test_fewer_bits_for_core_ml_are_among_what_would_fit() -> None:
+    asked = options("iphone-16-pro", draft=RoleOptions("d", coreml_precision="fp16"))
+    whole = fit(open_device("iphone-16-pro"), asked)[2].memory_mb
+    with pytest.raises(UsageError, match=r"What would fit: .*--coreml-draft-precision lut4"):
+        fit(with_memory("iphone-16-pro", 2 * 0.75 * whole / 1e3), asked)

@@ -26,6 +26,8 @@ SNAPDRAGONS = {
     "snapdragon-x-elite": (60, 73),
 }
 
+APPLES = [*(f"iphone-{n}-pro" for n in (15, 16, 17)), *(f"mac-m{n}" for n in (1, 2, 3, 4))]
+
 
 def options(device: str = "host", **changes: Any) -> ExportOptions:
     draft = changes.pop("draft", RoleOptions("d"))
@@ -93,14 +95,83 @@ def test_another_phone_gets_no_hexagon_graph(device: str) -> None:
         plans(device, backends=("qnn",))
 
 
-def test_every_known_device_is_planned_or_refused_because_its_backend_does_not_exist() -> None:
+def test_every_known_device_is_planned() -> None:
+    assert set(exportable_devices()) == set(DEVICES)
     for device in DEVICES:
-        if device in exportable_devices():
-            assert plans(device)["target"]
-        else:
-            with pytest.raises(UsageError, match=f"nothing can be made for {device} yet.*Core ML"):
-                open_device(device)
-    assert {"iphone-16-pro", "mac-m4"} <= set(DEVICES) - set(exportable_devices())
+        assert plans(device)["target"]
+
+
+@pytest.mark.parametrize("device", APPLES)
+def test_an_apple_device_gets_the_draft_on_its_neural_engine_the_target_on_its_gpu_and_both_on_its_cpu(
+    device: str,
+) -> None:
+    found = plans(device)
+    assert kinds(found["draft"]) == [("coreml_draft", "npu"), ("onnx", "cpu")]
+    assert kinds(found["target"]) == [("coreml_target", "gpu"), ("onnx", "cpu")]
+    draft, target = found["draft"][0], found["target"][0]
+    assert (draft.backend, draft.profile, draft.recipe, draft.widths) == (
+        "coreml",
+        "split",
+        "lut6",
+        (1, 2, 64),
+    )
+    assert (draft.folder, draft.max_context) == ("draft/coreml", 1024)
+    assert (target.profile, target.recipe, target.widths) == ("state", "int4-b32", (1, 2, 3, 5, 9, 64))
+    assert (target.folder, target.max_context) == ("target/coreml", 2048)
+    assert str(draft) == "draft on npu by coreml split, lut6"
+
+
+def test_what_core_ml_is_told_reaches_the_plans() -> None:
+    found = plans(
+        "iphone-16-pro",
+        split_target=True,
+        draft_widths=(1, 4),
+        widths=(1, 5),
+        draft=RoleOptions("d", coreml_precision="lut4"),
+    )
+    assert kinds(found["target"])[:2] == [("coreml_target", "gpu"), ("coreml_split", "gpu")]
+    assert [plan.folder for plan in found["target"]] == ["target/coreml", "target/coreml_split", "target"]
+    assert [plan.widths for plan in found["target"]] == [(1, 5), (1, 5), ()]
+    assert (found["draft"][0].recipe, found["draft"][0].widths) == ("lut4", (1, 4))
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "message"),
+    [
+        ("host", {"split_target": True}, "--split-target was given, but nothing is made for Core ML on host"),
+        ("host", {"deployment_target": "ios26"}, "--deployment-target was given, but nothing"),
+        (
+            "snapdragon-8-gen3",
+            {"draft": RoleOptions("d", coreml_precision="lut4")},
+            "--coreml-draft-precision",
+        ),
+        (
+            "iphone-16-pro",
+            {"npu_target": True},
+            "--npu-target: a target for Apple devices is made for the GPU",
+        ),
+        (
+            "iphone-16-pro",
+            {"backends": ("qnn",)},
+            "iphone-16-pro has no use for the backend 'qnn'; it has: coreml",
+        ),
+        (
+            "iphone-16-pro",
+            {"backends": ("onnxruntime",), "deployment_target": "ios18"},
+            "--deployment-target",
+        ),
+        (
+            "raspberry-pi-5",
+            {"draft_widths": (1, 2)},
+            "no graph of the draft for raspberry-pi-5 has static widths",
+        ),
+    ],
+)
+def test_what_no_graph_of_a_device_honours_is_refused(
+    device: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        plans(device, **changes)
 
 
 def test_an_unknown_device_lists_the_known_ones_and_the_nearest() -> None:
@@ -114,7 +185,11 @@ def test_backends_choose_a_subset() -> None:
     found = plans("snapdragon-8-gen3", backends=("onnxruntime", "qnn"))
     assert kinds(found["draft"]) == [("npu", "npu"), ("onnx", "cpu")]
     assert kinds(found["target"]) == [("onnx", "gpu"), ("onnx", "cpu")]
-    with pytest.raises(UsageError, match="unknown backend 'coreml'; known: onnxruntime, qnn, executorch"):
+    with pytest.raises(
+        UsageError, match="unknown backend 'mlx'; known: onnxruntime, qnn, executorch, coreml"
+    ):
+        plans("snapdragon-8-gen3", backends=("mlx",))
+    with pytest.raises(UsageError, match="snapdragon-8-gen3 has no use for the backend 'coreml'"):
         plans("snapdragon-8-gen3", backends=("coreml",))
     with pytest.raises(UsageError, match="leaves the target without a graph for snapdragon-8-gen3"):
         plans("snapdragon-8-gen3", backends=("qnn",))
@@ -181,6 +256,25 @@ def test_a_library_that_is_missing_is_named_with_its_install_before_any_work(
         check_extras(wanted)
 
 
+def test_where_coremltools_has_no_wheel_the_missing_extra_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = device_plans.find_spec
+    monkeypatch.setattr(
+        device_plans, "find_spec", lambda name: None if name == "coremltools" else there(name) or object()
+    )
+    wanted = [plan for graphs in plans("iphone-16-pro").values() for plan in graphs]
+    for machine, said in (
+        ("x86_64", r"outrider\[coreml\]'$"),
+        ("aarch64", "on linux aarch64.* installs nothing"),
+    ):
+        monkeypatch.setattr("outrider.errors.platform.machine", lambda machine=machine: machine)
+        with pytest.raises(MissingExtraError, match=said):
+            check_extras(wanted)
+    monkeypatch.setattr("outrider.errors.platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("outrider.errors.sys.version_info", (3, 14, 0))
+    with pytest.raises(MissingExtraError, match=r"Python 3\.14 .* wheels for Python up to 3\.13"):
+        check_extras(wanted)
+
+
 def test_a_library_that_nothing_needs_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = {"onnxruntime_qnn", "executorch", "torchao"}
     monkeypatch.setattr(device_plans, "find_spec", lambda name: None if name in absent else object())
@@ -188,6 +282,10 @@ def test_a_library_that_nothing_needs_may_be_missing(monkeypatch: pytest.MonkeyP
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(UsageError, match="deployment target 'ios17' is not known; known: ios18, ios26"):
+        options(deployment_target="ios17")
+    with pytest.raises(UsageError, match=r"draft_widths are \(0, 1\); each must be at least 1"):
+        options(draft_widths=(0, 1))
     with pytest.raises(UsageError, match="draft_context is 4096, more than max_context, 2048"):
         options(draft_context=4096)
     with pytest.raises(UsageError, match="draft_context is 8; it must be at least 16"):

@@ -43,12 +43,13 @@ __all__ = ["command", "describe", "proof_line"]
     "--device",
     default="host",
     show_default=True,
-    help="Make the graphs that this device can use: snapdragon-8-gen3, raspberry-pi-5, ... (`outrider devices`).",
+    help="Make the graphs that this device can use: snapdragon-8-gen3, iphone-16-pro, ... (`outrider devices`).",
 )
 @click.option(
     "--backends",
     default="",
-    help="Make graphs for these libraries only, as onnxruntime,qnn,executorch (default: all that suit the device).",
+    help="Make graphs for these libraries only, as coreml,onnxruntime (default: all that suit the device; known:"
+    " onnxruntime, qnn, executorch, coreml).",
 )
 @click.option(
     "--executorch-backend",
@@ -80,6 +81,24 @@ __all__ = ["command", "describe", "proof_line"]
     help="Quantize ExecuTorch graphs by this recipe.",
 )
 @click.option(
+    "--coreml-precision",
+    help="Quantize the target's Core ML graphs by this recipe (default: int4-b32, for the GPU).",
+)
+@click.option(
+    "--coreml-draft-precision",
+    help="Quantize the draft's Core ML graph by this recipe: fp16, lut6, lut4, lut4-mix, int8 (default: lut6).",
+)
+@click.option(
+    "--deployment-target",
+    type=click.Choice(["ios18", "ios26"]),
+    help="Let Core ML graphs need this system or a newer one (default: ios18, which is macOS 15 too).",
+)
+@click.option(
+    "--split-target",
+    is_flag=True,
+    help="Also make the target a Core ML graph whose cache the app keeps, for systems where states fail.",
+)
+@click.option(
     "--npu-target", is_flag=True, help="Also make the target a graph for the NPU, with a width per k + 1."
 )
 @click.option(
@@ -107,7 +126,12 @@ __all__ = ["command", "describe", "proof_line"]
     show_default=True,
     help="Lay the KV cache out as one shared buffer (inplace), or read-only with static widths (split).",
 )
-@click.option("--widths", default="", help="Compile the split profile for these widths, as 1,2,5,64.")
+@click.option(
+    "--widths", default="", help="Compile the target's static graphs for these widths, as 1,2,5,64."
+)
+@click.option(
+    "--draft-widths", default="", help="Compile the draft's static graphs for these widths (default: 1,2,64)."
+)
 @click.option(
     "--hidden-layers", default="", help="Let the target return the hidden states of these layers, as 0,15."
 )
@@ -133,7 +157,12 @@ def command(ctx: click.Context, /, as_json_text: bool, **given: Any) -> None:
 
     options = ExportOptions(
         target=RoleOptions(
-            given["model"], given["precision"], given["overrides"], given["revision"], **_accelerated(given)
+            given["model"],
+            given["precision"],
+            given["overrides"],
+            given["revision"],
+            coreml_precision=given["coreml_precision"],
+            **_accelerated(given),
         ),
         draft=_draft(given),
         output=given["output"],
@@ -141,6 +170,7 @@ def command(ctx: click.Context, /, as_json_text: bool, **given: Any) -> None:
         max_context=given["max_context"],
         profile=given["profile"],
         widths=_integers(given["widths"], "--widths"),
+        draft_widths=_integers(given["draft_widths"], "--draft-widths"),
         hidden_layers=_integers(given["hidden_layers"], "--hidden-layers"),
         evaluate=not given["no_evaluate"],
         force=given["force"],
@@ -161,7 +191,15 @@ def command(ctx: click.Context, /, as_json_text: bool, **given: Any) -> None:
         click.echo(describe(report))
 
 
-_AS_GIVEN = ("executorch_backend", "draft_context", "npu_target", "calibration", "allow_quality")
+_AS_GIVEN = (
+    "executorch_backend",
+    "draft_context",
+    "npu_target",
+    "calibration",
+    "allow_quality",
+    "deployment_target",
+    "split_target",
+)
 
 
 def _accelerated(given: dict[str, Any]) -> dict[str, Any]:
@@ -172,11 +210,19 @@ def _draft(given: dict[str, Any]) -> RoleOptions | None:
     from outrider.errors import UsageError
     from outrider.export.bundle import RoleOptions
 
-    names = ("draft_precision", "draft_overrides", "draft_revision", "draft_vocab", "draft_context")
+    names = (
+        "draft_precision",
+        "draft_overrides",
+        "draft_revision",
+        "draft_vocab",
+        "draft_context",
+        "draft_widths",
+        "coreml_draft_precision",
+    )
     if given["draft_model"]:
-        precision, overrides, revision, vocab, _ = (given[name] for name in names)
+        precision, overrides, revision, vocab, *_ = (given[name] for name in names)
         role = RoleOptions(given["draft_model"], precision or "int4", overrides, revision, vocab=vocab)
-        return replace(role, **_accelerated(given))
+        return replace(role, coreml_precision=given["coreml_draft_precision"], **_accelerated(given))
     stray = next((name for name in names if given[name]), None)
     if stray is not None:
         option = stray.removesuffix("s").replace("_", "-")

@@ -110,12 +110,12 @@ _LOADING = [
     ),
     click.option(
         "--target-backend",
-        type=click.Choice(["onnxruntime", "executorch"]),
+        type=click.Choice(["onnxruntime", "executorch", "coreml"]),
         help="Run the target by this library (default: the first that can).",
     ),
     click.option(
         "--draft-backend",
-        type=click.Choice(["onnxruntime", "executorch"]),
+        type=click.Choice(["onnxruntime", "executorch", "coreml"]),
         help="Run the draft by this library (default: the first that can).",
     ),
     click.option("--no-draft", is_flag=True, help="Leave the draft model out; n-gram lookup still drafts."),

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import disk_usage
 
-from outrider.errors import UsageError
+from outrider.errors import ExportError, UsageError
 from outrider.export.config import ModelConfig
 from outrider.export.device_plans import GraphPlan, device_backends, plan_graphs
 from outrider.export.options import ExportOptions
 from outrider.export.slots import matrix_slots, slot_shape
+from outrider.quantize.coreml_recipes import CoreMLScheme, Palette, coreml_recipe
 from outrider.quantize.npu_recipes import get_npu_recipe
 from outrider.quantize.schemes import AnyScheme, BlockInt, Carry, DynamicInt8, Float
 from outrider.targets.device import Device
 
-__all__ = ["Budget", "GraphSize", "estimate", "fit_budget"]
+__all__ = ["Budget", "GraphSize", "estimate", "fit_budget", "refuse_full_disk", "with_free_space"]
 
 APP_SHARE = {"phone": 0.5, "board": 0.8, "laptop": 0.7}  # of the memory, assumed: the system keeps the rest
 HTP_CONTEXT_MB = (
     4000  # what one context of a Hexagon NPU addresses (ExecuTorch's Qualcomm backend, its readme)
 )
+DISK_MARGIN = 1.25  # compiled binaries and blocks of 4 bits take more than their weights
+SMALL_FILES_MB = 50.0  # tokenizer, probes, graphs without weights
 LEAST_CONTEXT = 256  # a draft that remembers less is of little use
 Plans = Mapping[str, tuple[GraphPlan, ...]]
 
@@ -37,11 +42,18 @@ class GraphSize:
     kv_mb: float
     binaries_mb: float = 0.0  # compiled for an accelerator, loaded in place of the weights
     tables_mb: float = 0.0  # that the host looks tokens up in
+    scratch_mb: float = 0.0  # on disk while it is made
 
     @property
     def memory_mb(self) -> float:
         """What is in memory while the graph is open."""
         return (self.binaries_mb or self.weights_mb) + self.kv_mb + self.tables_mb
+
+    @property
+    def disk_mb(self) -> float:
+        """What its files take; a program for Vulkan comes with a stand-in for computers."""
+        copies = 2 if self.plan.lowering == "vulkan" else 1
+        return copies * self.weights_mb + self.binaries_mb + self.tables_mb
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,14 @@ class Budget:
     share: float
     sizes: tuple[GraphSize, ...]
     notes: tuple[str, ...] = ()
+    free_mb: float | None = None  # on the disk that the bundle is written to, where that is known
+
+    @property
+    def disk_mb(self) -> float:
+        """What the export takes on disk at its largest; plans that share their files count once."""
+        written = {(size.plan.role, size.plan.artifact): size for size in self.sizes}.values()
+        files, scratch = (sum(size.disk_mb for size in written), max(size.scratch_mb for size in written))
+        return DISK_MARGIN * (files + scratch) + SMALL_FILES_MB
 
     @property
     def limit_mb(self) -> float | None:
@@ -98,7 +118,24 @@ class Budget:
             for size in self.sizes
             if size.binaries_mb > HTP_CONTEXT_MB
         ]
+        if self.free_mb is not None:
+            total += f"\non disk up to {self.disk_mb:.0f} MB, {self.free_mb:.0f} MB are free"
         return "\n".join([*lines, total, *over, *self.notes])
+
+
+def with_free_space(budget: Budget, folder: Path) -> Budget:
+    """The budget with what the disk of a folder has left."""
+    return replace(budget, free_mb=disk_usage(folder).free / 1e6)
+
+
+def refuse_full_disk(budget: Budget, output: Path) -> None:
+    """Raise ExportError where the bundle will not fit on its disk."""
+    if budget.free_mb is not None and budget.disk_mb > budget.free_mb:
+        raise ExportError(
+            f"this export needs up to {budget.disk_mb:.0f} MB on the disk of {output.parent}, which has "
+            f"{budget.free_mb:.0f} MB free; free space there, choose another --output, or make fewer graphs with "
+            "--backends"
+        )
 
 
 def fit_budget(
@@ -149,12 +186,19 @@ def _changes(device: Device, options: ExportOptions) -> Iterator[tuple[str, Expo
         draft = options.draft_context and min(options.draft_context, context)
         yield f"--max-context {context}", replace(options, max_context=context, draft_context=draft)
         context //= 2
-    if options.draft is not None and options.draft.npu_precision != "a16w4":
+    default, _ = device_backends(device)
+    backends = options.backends or default
+    if options.draft is not None and "qnn" in backends and options.draft.npu_precision != "a16w4":
         smaller = replace(options.draft, npu_precision="a16w4")
         yield "--npu-precision a16w4", replace(options, draft=smaller)
-    default, _ = device_backends(device)
-    without = tuple(name for name in options.backends or default if name != "qnn")
-    if "qnn" in (options.backends or default) and without:
+    if "coreml" in backends and options.draft is not None and options.draft.coreml_recipe("draft") != "lut4":
+        smaller = replace(options.draft, coreml_precision="lut4")
+        yield "--coreml-draft-precision lut4", replace(options, draft=smaller)
+    if "coreml" in backends and options.target.coreml_recipe("target") != "int4-b32":
+        smaller = replace(options.target, coreml_precision="int4-b32")
+        yield "--coreml-precision int4-b32", replace(options, target=smaller)
+    without = tuple(name for name in backends if name != "qnn")
+    if "qnn" in backends and without:
         yield f"no graph for the NPU, --backends {','.join(without)}", replace(options, backends=without)
     if options.draft is not None:
         yield "the target without --draft-model", replace(options, draft=None, draft_context=None)
@@ -182,12 +226,18 @@ def _trimmed(config: ModelConfig, vocab: int | None) -> ModelConfig:
 def estimate(plan: GraphPlan, config: ModelConfig, options: ExportOptions) -> GraphSize:
     """What a graph will take."""
     values = config.num_layers * config.num_kv_heads * config.head_dim * plan.max_context
-    kv = 2 * values * (2 if plan.lowering == "npu" else 4) / 1e6  # 16 bits on the NPU, float32 elsewhere
+    half = plan.lowering == "npu" or plan.backend == "coreml"
+    kv = (
+        2 * values * (2 if half else 4) / 1e6
+    )  # 16 bits in static graphs of an NPU and in Core ML, float32 elsewhere
     table = config.vocab_size * config.hidden_size / 1e6
     if plan.lowering == "npu":
         recipe = get_npu_recipe(plan.recipe)
         weights = _weights_mb(config, {slot: recipe.bits_for(slot) for slot in _products(config)})
-        return GraphSize(plan, weights, kv, binaries_mb=weights, tables_mb=table)
+        floats = _weights_mb(config, dict.fromkeys(_products(config), 32.0))  # what calibration runs
+        return GraphSize(plan, weights, kv, binaries_mb=weights, tables_mb=table, scratch_mb=floats)
+    if plan.backend == "coreml":
+        return _coreml_size(plan, config, kv)
     if plan.lowering == "onnx":
         scheme_for = options.of(plan.role).recipe(plan.role).scheme_for
         shared = config.tie_embeddings and scheme_for("head") == scheme_for("embedding")
@@ -196,6 +246,28 @@ def estimate(plan: GraphPlan, config: ModelConfig, options: ExportOptions) -> Gr
     bits = _executorch_bits(plan.recipe)
     weights = _weights_mb(config, {slot: 8 if slot == "head" else bits for slot in _products(config)})
     return GraphSize(plan, weights + table, kv)
+
+
+def _coreml_size(plan: GraphPlan, config: ModelConfig, kv: float) -> GraphSize:
+    """A split graph's embedding is a table of the host; a stateful one's is in the package, or is its head."""
+    recipe = coreml_recipe(plan.recipe)
+    slots = list(_products(config))
+    table = 0.0
+    if plan.profile == "split":
+        table = config.vocab_size * config.hidden_size * (1 if recipe.scheme_for("embedding") else 2) / 1e6
+    elif not config.tie_embeddings:
+        slots.append("embedding")
+    weights = _weights_mb(config, {slot: _coreml_bits(recipe.scheme_for(slot)) for slot in slots})
+    return GraphSize(plan, weights, kv, tables_mb=table)
+
+
+def _coreml_bits(scheme: CoreMLScheme | None) -> float:
+    """Bits a weight, half-precision scales included; palettes take next to nothing."""
+    if scheme is None:
+        return 16
+    if isinstance(scheme, Palette) or scheme.block is None:
+        return scheme.bits
+    return scheme.bits + (16 + (0 if scheme.symmetric else scheme.bits)) / scheme.block
 
 
 def _products(config: ModelConfig) -> Sequence[str]:

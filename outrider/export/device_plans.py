@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
@@ -28,14 +29,16 @@ __all__ = [
     "plan_graphs",
 ]
 
-Lowering = Literal["onnx", "npu", "xnnpack", "vulkan"]
-BACKENDS = ("onnxruntime", "qnn", "executorch")
+Lowering = Literal["onnx", "npu", "xnnpack", "vulkan", "coreml_draft", "coreml_target", "coreml_split"]
+BACKENDS = ("onnxruntime", "qnn", "executorch", "coreml")
 EXECUTORCH_BACKENDS = ("xnnpack", "vulkan", "qualcomm", "mediatek", "samsung")
 EXTRA_MODULES = {
     "onnxruntime": ("export", ("torch", "onnx", "onnxscript", "threadpoolctl")),
     "qnn": ("qnn", ("onnxruntime_qnn",)),
     "executorch": ("executorch", ("executorch", "torchao")),
+    "coreml": ("coreml", ("coremltools",)),
 }
+FOLDERS = {"onnx": "", "coreml_draft": "coreml", "coreml_target": "coreml"}  # of a role; others by their name
 DRAFT_WIDTHS = (1, 2, 64)  # a step, the catch-up after full acceptance, a chunk of the prompt
 TARGET_WIDTHS = (1, 2, 3, 5, 9, 64)  # plain, k + 1 for k = 1, 2, 4, 8, a chunk of the prompt
 GPU_WIDTHS = (1, 5, 64)  # fewer: ExecuTorch takes minutes to lower one, and k + 1 between them is padded
@@ -62,7 +65,8 @@ class GraphPlan:
     @property
     def folder(self) -> str:
         """Where in the bundle its files are."""
-        return self.role if self.lowering == "onnx" else f"{self.role}/{self.lowering}"
+        inside = FOLDERS.get(self.lowering, self.lowering)
+        return f"{self.role}/{inside}" if inside else self.role
 
     @property
     def artifact(self) -> tuple[object, ...]:
@@ -74,35 +78,31 @@ class GraphPlan:
         how = {"npu": "onnxruntime-qnn", "onnx": "onnxruntime"}.get(
             self.lowering, f"executorch {self.lowering}"
         )
+        if self.backend == "coreml":
+            how = f"coreml {self.profile}"
         return f"{self.role} on {self.unit} by {how}, {self.recipe}"
 
 
 def exportable_devices() -> tuple[str, ...]:
     """The slugs that something can be made for, `host` first."""
-    return ("host", *(slug for slug in DEVICES if slug != "host" and not _is_apple(slug)))
+    return ("host", *(slug for slug in DEVICES if slug != "host"))
 
 
 def open_device(name: str) -> Device:
-    """The profile of a device that something can be made for.
-
-    Raises UsageError: unknown, with the nearest names; or known, but its only backend does not exist yet.
-    """
+    """The profile of a device. Raises UsageError for an unknown one, with the nearest names."""
     if name not in DEVICES and not name.endswith(".toml"):
         near = get_close_matches(name, exportable_devices(), n=2)
         hint = f". Did you mean {' or '.join(near)}?" if near else ""
         raise UsageError(f"unknown device {name!r}; known: {', '.join(exportable_devices())}{hint}")
-    if _is_apple(name):
-        raise UsageError(
-            f"nothing can be made for {name} yet: this outrider has no Core ML export. --device host makes graphs "
-            "that ONNX Runtime runs on its CPU"
-        )
     return load_device(name)
 
 
 def device_backends(device: Device) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What a device gets without --backends, and what it can get."""
+    if _is_apple(device):
+        return ("coreml", "onnxruntime"), ("coreml", "onnxruntime")
     if _has_htp(device):
-        return ("qnn", "executorch", "onnxruntime"), BACKENDS
+        return ("qnn", "executorch", "onnxruntime"), ("onnxruntime", "qnn", "executorch")
     android = ("executorch", "onnxruntime")
     return (android if device.kind == "phone" else ("onnxruntime",)), android
 
@@ -117,16 +117,38 @@ def plan_graphs(device: Device, options: ExportOptions) -> dict[str, tuple[Graph
     plans: dict[str, tuple[GraphPlan, ...]] = {}
     for role in ("target", *(["draft"] if options.draft else [])):
         wish = _Wish(role, device, options, backends, delegates)
-        found = [plan for planner in (_npu, _vulkan, _onnx_gpu, _xnnpack, _onnx) for plan in planner(wish)]
+        found = [plan for planner in PLANNERS for plan in planner(wish)]
         if not found:
             raise UsageError(
                 f"--backends {','.join(backends)} leaves the {role} without a graph for {device.slug}; add "
                 "onnxruntime, or --npu-target for a target on the NPU"
             )
         plans[role] = tuple(replace(plan, preference=place) for place, plan in enumerate(found))
+    _refuse_unused(device, options, plans)
+    return plans
+
+
+def _refuse_unused(device: Device, options: ExportOptions, plans: Mapping[str, Sequence[GraphPlan]]) -> None:
+    """Raise UsageError for an option that none of the planned graphs honours."""
     if options.widths and not any(plan.widths for plan in plans["target"]):
         raise UsageError("widths belong to the split profile; an inplace graph runs any width")
-    return plans
+    if options.draft_widths and not any(plan.widths for plan in plans.get("draft", ())):
+        raise UsageError(
+            f"--draft-widths was given, but no graph of the draft for {device.slug} has static widths"
+        )
+    if options.npu_target and _is_apple(device):
+        raise UsageError("--npu-target: a target for Apple devices is made for the GPU; leave it out")
+    if any(plan.backend == "coreml" for graphs in plans.values() for plan in graphs):
+        return
+    asked = {
+        "--coreml-precision": options.target.coreml_precision,
+        "--coreml-draft-precision": options.draft and options.draft.coreml_precision,
+        "--deployment-target": options.deployment_target,
+        "--split-target": options.split_target,
+    }
+    stray = next((name for name, value in asked.items() if value), None)
+    if stray is not None:
+        raise UsageError(f"{stray} was given, but nothing is made for Core ML on {device.slug}")
 
 
 @dataclass(frozen=True)
@@ -157,7 +179,9 @@ class _Wish:
     @property
     def static_widths(self) -> tuple[int, ...]:
         """What a graph of static widths is compiled for."""
-        return DRAFT_WIDTHS if self.role == "draft" else self.options.widths or TARGET_WIDTHS
+        if self.role == "draft":
+            return self.options.draft_widths or DRAFT_WIDTHS
+        return self.options.widths or TARGET_WIDTHS
 
 
 def check_extras(plans: Sequence[GraphPlan]) -> None:
@@ -181,8 +205,8 @@ def _extra_of(plan: GraphPlan) -> str:
     return "qnn" if plan.lowering == "npu" else plan.backend
 
 
-def _is_apple(slug: str) -> bool:
-    return slug.startswith(("iphone-", "ipad-", "mac-"))
+def _is_apple(device: Device) -> bool:
+    return any("coreml" in unit.backends for unit in device.units.values())
 
 
 def _has_htp(device: Device) -> bool:
@@ -190,7 +214,7 @@ def _has_htp(device: Device) -> bool:
 
 
 def _accelerated(device: Device) -> bool:
-    return device.kind == "phone" or _has_htp(device)
+    return not _is_apple(device) and (device.kind == "phone" or _has_htp(device))
 
 
 def _chosen_backends(device: Device, options: ExportOptions) -> tuple[str, ...]:
@@ -227,6 +251,21 @@ def _npu(wish: _Wish) -> Iterator[GraphPlan]:
     yield GraphPlan(wish.role, "onnxruntime", "npu", "split", recipe, widths, context, "npu")
 
 
+def _coreml(wish: _Wish) -> Iterator[GraphPlan]:
+    """The draft on the Neural Engine; the target on the GPU, with its cache inside, or kept by the app."""
+    if "coreml" not in wish.backends:
+        return
+    recipe = wish.options.of(wish.role).coreml_recipe(wish.role)
+    made = partial(GraphPlan, wish.role, "coreml")
+    shape = recipe, wish.static_widths, wish.static_context
+    if wish.role == "draft":
+        yield made("npu", "split", *shape, "coreml_draft")
+        return
+    yield made("gpu", "state", *shape, "coreml_target")
+    if wish.options.split_target:
+        yield made("gpu", "split", *shape, "coreml_split")
+
+
 def _vulkan(wish: _Wish) -> Iterator[GraphPlan]:
     if wish.role != "target" or "executorch" not in wish.backends or "vulkan" not in wish.delegates:
         return
@@ -254,3 +293,14 @@ def _onnx(wish: _Wish) -> Iterator[GraphPlan]:
         profile, recipe = wish.options.profile, wish.options.of(wish.role).precision
         widths = wish.options.widths if profile == "split" else ()
         yield GraphPlan(wish.role, "onnxruntime", "cpu", profile, recipe, widths, wish.context, "onnx")
+
+
+PLANNERS: tuple[Callable[[_Wish], Iterator[GraphPlan]], ...] = (
+    _npu,
+    _coreml,
+    _vulkan,
+    _onnx_gpu,
+    _xnnpack,
+    _onnx,
+)
+"""In order of preference."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["WHOLE", "ExportOptions", "Extent", "RoleOptions"]
 
 LEAST_CONTEXT = 16
+COREML_DEFAULTS = {"draft": "lut6", "target": "int4-b32"}
+DEPLOYMENT_TARGETS = ("ios18", "ios26")
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,17 @@ class RoleOptions:
     npu_precision: str = "a16w8"
     executorch_precision: str = "8da4w"
     vocab: int | None = None  # rows of a draft's head; None = all
+    coreml_precision: str | None = None  # None: what suits the unit of the role
 
     def recipe(self, role: str) -> Recipe:
         """The recipe of ONNX graphs, refused where a target may not have it."""
         recipe = with_overrides(get_recipe(self.precision), parse_overrides(self.overrides))
         check_role(recipe, role)
         return recipe
+
+    def coreml_recipe(self, role: str) -> str:
+        """The name of the recipe of Core ML graphs: palettes for the Neural Engine, blocks for the GPU."""
+        return self.coreml_precision or COREML_DEFAULTS[role]
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,9 @@ class ExportOptions:
     calibration: Path | None = None
     allow_quality: bool = False
     extent: Extent = WHOLE
+    deployment_target: str | None = None  # of Core ML graphs; None: ios18, which is macOS 15 too
+    draft_widths: tuple[int, ...] = ()  # of the draft's graphs with static widths
+    split_target: bool = False  # also a Core ML target whose cache the app keeps
 
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured."""
@@ -88,8 +98,13 @@ class ExportOptions:
             raise UsageError("draft_context was given, but no draft model; give both or neither")
         if self.target.vocab is not None:
             raise UsageError("a target keeps its whole vocabulary; only a draft's head can be trimmed")
-        if self.widths and min(self.widths) < 1:
-            raise UsageError(f"widths are {self.widths}; each must be at least 1")
+        for name, widths in (("widths", self.widths), ("draft_widths", self.draft_widths)):
+            if widths and min(widths) < 1:
+                raise UsageError(f"{name} are {widths}; each must be at least 1")
+        if self.deployment_target not in (None, *DEPLOYMENT_TARGETS):
+            raise UsageError(
+                f"deployment target {self.deployment_target!r} is not known; known: {', '.join(DEPLOYMENT_TARGETS)}"
+            )
         if self.widths and max(self.widths) > self.max_context:
             raise UsageError(
                 f"widths are {self.widths}; no forward is wider than max_context, which is {self.max_context}"

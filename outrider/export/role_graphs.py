@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from outrider.export.lowered import Lowered
 from outrider.export.options import ExportOptions
 from outrider.export.prompts import SEGMENT, calibration_sequences
 from outrider.export.slots import SlotWeights, matrix_slots
-from outrider.manifest import GraphEntry, KvEntry, RoleEntry, describe_file
+from outrider.manifest import GraphEntry, KvEntry, RoleEntry, describe_file, token_map_hash
 from outrider.runtime.vocab_map import VOCAB_MAP, write_vocab_map
 
 __all__ = ["LOWERINGS", "Making", "make_role"]
@@ -36,6 +37,7 @@ ELSEWHERE = (  # of a graph's description: the manifest has fields for these
     "kv_heads",
     "head_dim",
     "hidden_layers",
+    "functions",
 )
 Progress = Callable[[str, float], None]
 
@@ -114,8 +116,8 @@ def _entry(
         widths=None if widths is None else tuple(widths),
         prefill_width=max(widths) if widths else PREFILL_WIDTH,
         kv=KvEntry(
-            meta.get("dtypes", {}).get("past_key_0", "float32"),
-            "BHSD",
+            "float16" if plan.backend == "coreml" else meta.get("dtypes", {}).get("past_key_0", "float32"),
+            "BC1S" if plan.backend == "coreml" and plan.profile == "split" else "BHSD",
             config.num_layers,
             config.num_kv_heads,
             config.head_dim,
@@ -256,10 +258,51 @@ def _lower_pte(
     )
 
 
+def _lower_coreml_split(making: Making) -> Lowered:
+    """Static widths over a cache that the app keeps: a draft for the Neural Engine, or a target without states."""
+    from outrider.export.coreml import export_coreml_draft
+
+    return _lower_coreml(making, export_coreml_draft)
+
+
+def _lower_coreml_target(making: Making) -> Lowered:
+    from outrider.export.coreml_target import export_coreml_target
+
+    return _lower_coreml(making, export_coreml_target)
+
+
+def _lower_coreml(making: Making, export: Callable[..., Lowered]) -> Lowered:
+    from outrider.quantize.coreml_recipes import coreml_recipe
+
+    plan, tokenizer = making.plan, making.checkpoint.tokenizer
+    sequences = calibration_sequences(tokenizer, plan.max_context, making.options.calibration)
+    lowered = export(
+        making.weights.config,
+        making.weights,
+        coreml_recipe(plan.recipe),
+        making.place,
+        max_context=plan.max_context,
+        widths=plan.widths,
+        hidden_layers=making.options.hidden_layers if plan.role == "target" else (),
+        target=making.options.deployment_target or "ios18",
+        metadata={
+            "outrider.role": plan.role,
+            "outrider.tokenizer_sha256": token_map_hash(json.loads(tokenizer.tokenizer_json)),
+        },
+        calibration=[sequence.tolist() for sequence in sequences],
+        progress=making.progress,
+    )
+    first = [path for path in lowered.files if path.name == "Manifest.json"]
+    return replace(lowered, files=(*first, *(path for path in lowered.files if path not in first)))
+
+
 LOWERINGS: dict[str, Callable[[Making], Lowered]] = {
     "onnx": _lower_onnx,
     "npu": _lower_npu,
     "xnnpack": _lower_xnnpack,
     "vulkan": _lower_vulkan,
+    "coreml_draft": _lower_coreml_split,
+    "coreml_target": _lower_coreml_target,
+    "coreml_split": _lower_coreml_split,
 }
 """What writes the files of a plan."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -64,9 +65,14 @@ def why_passed_over(role: str, graph: GraphEntry, options: RoleOptions) -> str |
         wanted, there = graph.options["providers"][0], onnxruntime.get_available_providers()
         if wanted not in there:
             return f"this ONNX Runtime has no {wanted}, only {', '.join(there)}"
+    if graph.backend == "coreml" and not has_coreml() and options.unit is None and options.backend is None:
+        return (
+            "no Core ML here; the evaluator runs it, for proof, where it is asked for: "
+            f"--{role}-unit {graph.unit}"
+        )
     if graph.options.get("delegate") == "vulkan":
         return "its Vulkan delegate is in ExecuTorch's Android library only; no Python package has it"
-    if graph.unit == "npu" and options.unit is None and not may_have_hexagon():
+    if _for_hexagon(graph) and options.unit is None and not may_have_hexagon():
         return (
             "no Hexagon NPU here; the emulator in onnxruntime-qnn runs it, slowly, where it is asked for: "
             f"--{role}-unit npu"
@@ -76,12 +82,21 @@ def why_passed_over(role: str, graph: GraphEntry, options: RoleOptions) -> str |
 
 def _unlike_providers(graph: GraphEntry, first: str) -> str | None:
     """Why execution providers that were named rule a graph out."""
-    if graph.backend == "executorch":
+    if graph.backend != "onnxruntime":
         return f"the execution provider {first} was named, which is ONNX Runtime's"
     made_for = (QNN_PROVIDER,) if graph.unit == "npu" else tuple(graph.options.get("providers", ()))
     if made_for and (first == CPU_PROVIDER or first not in made_for):
         return f"the execution provider {first} was named; this graph is for {made_for[0]}"
     return None
+
+
+def _for_hexagon(graph: GraphEntry) -> bool:
+    return graph.backend == "onnxruntime" and graph.unit == "npu"
+
+
+def has_coreml() -> bool:
+    """Whether this system has Core ML."""
+    return sys.platform == "darwin"
 
 
 def may_have_hexagon() -> bool:
@@ -168,5 +183,25 @@ def _open_executorch(directory: str | os.PathLike[str], graph: GraphEntry, optio
     return opened
 
 
-BACKENDS: dict[str, Opener] = {"onnxruntime": _open_onnxruntime, "executorch": _open_executorch}
+def _open_coreml(directory: str | os.PathLike[str], graph: GraphEntry, options: RoleOptions) -> Graph:
+    """Open a Core ML package: by Core ML on macOS, by the evaluator of its program elsewhere.
+
+    Both share out work as they see fit, so a number of threads says nothing to them.
+    """
+    from outrider.targets.coreml import CoreMLGraph
+
+    opened: Graph = CoreMLGraph.load(
+        bundle_path(directory, graph.path).parent,  # its first file is the package's manifest
+        {**graph_meta(graph), "functions": dict(graph.functions)},
+        embedding=None if graph.embedding_file is None else bundle_path(directory, graph.embedding_file),
+        unit=graph.unit,
+    )
+    return opened
+
+
+BACKENDS: dict[str, Opener] = {
+    "onnxruntime": _open_onnxruntime,
+    "executorch": _open_executorch,
+    "coreml": _open_coreml,
+}
 """Backend name -> what opens one of its graphs; raises BackendError or MissingExtraError if it cannot."""

@@ -39,6 +39,7 @@ __all__ = [
 EXTRAS = {
     "export": ("torch", "turns checkpoints into bundles"),
     "executorch": ("executorch", "makes and runs .pte graphs"),
+    "coreml": ("coremltools", "makes Core ML packages, runs them on macOS, and evaluates them elsewhere"),
     "qnn": ("onnxruntime_qnn", "makes and runs graphs for Hexagon NPUs, on x86-64 in an emulator"),
     "nvml": ("pynvml", "reads NVIDIA graphics cards"),
     "dev": ("pytest", "runs the tests"),
