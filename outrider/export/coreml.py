@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from outrider.errors import ExportError
 from outrider.export.config import ModelConfig
+from outrider.export.coreml_calibrate import fitted_recipe, slot_moments, stream_scale
 from outrider.export.coreml_graph import head_pieces, lay_out
 from outrider.export.coreml_package import PackageWriter, get_target
 from outrider.export.coreml_weights import store_weights
@@ -26,7 +24,7 @@ from outrider.export.npu_graph import row_count
 from outrider.export.onnx import check_request, graph_meta
 from outrider.export.rope import rope_frequencies
 from outrider.export.slots import SlotWeights, matrix_slots
-from outrider.quantize.coreml_recipes import CoreMLRecipe
+from outrider.quantize.coreml_recipes import CoreMLRecipe, check_compressed, scheme_name
 
 __all__ = ["MASKED", "export_coreml_draft", "split_meta"]
 
@@ -47,22 +45,22 @@ def export_coreml_draft(
     hidden_layers: Sequence[int] = (),
     target: str = "ios18",
     metadata: Mapping[str, str] | None = None,
-    stream: float = 1.0,
-    moments: Mapping[str, NDArray[np.float32]] | None = None,
+    calibration: Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
 ) -> Lowered:
     """Write `model.mlpackage` with a function `w<width>` per width, and the host's embedding table, into `place`.
 
     Arrays are float16; `coreml_graph.lay_out` has names and shapes. `metadata` goes into the package, beside
-    `outrider.widths` and `outrider.meta`. The residual stream is kept `stream` times its size, for models where it
-    leaves half precision. `progress(slot, done, total)` is called after every weight. Raises UsageError for what
-    cannot be exported, MissingExtraError without coremltools, ExportError when a weight is left out or a
-    compression changed nothing.
+    `outrider.widths` and `outrider.meta`. `calibration` holds token ids of real prompts: what weights read there,
+    so that errors are compensated for, and how large the residual stream gets. `progress(slot, done, total)` is
+    called after every weight. Raises UsageError for what cannot be exported, MissingExtraError without coremltools,
+    ExportError when a weight is left out or a compression changed nothing.
     """
     check_request(config, "split", max_context, widths, hidden_layers)
     system = get_target(target)
     place.mkdir(parents=True, exist_ok=True)
-    writer = PackageWriter(place / PACKAGE)
+    recipe = fitted_recipe(weights, recipe, calibration, progress)
+    stream = stream_scale(weights, calibration)
     write_table, name = TABLES[recipe.scheme_for("embedding") is None]
     _, embedding, embedding_report = write_table(config, weights, place / name)
     graphs = {
@@ -76,11 +74,14 @@ def export_coreml_draft(
         )
         for width in sorted(set(widths))
     }
-    stored = store_weights(graphs.values(), weights, recipe, writer, moments=moments or {}, progress=progress)
+    writer = PackageWriter(place / PACKAGE)
+    moments = slot_moments(weights, recipe, calibration)
+    stored = store_weights(graphs.values(), weights, recipe, writer, moments=moments, progress=progress)
     reports = (embedding_report, *stored)
     missing = set(matrix_slots(config)) - {report.slot for report in reports}
     if missing:
         raise ExportError(f"{len(missing)} slots were left without a weight, one is {min(missing)}")
+    check_compressed(recipe, reports)
     functions = {str(width): f"w{width}" for width in graphs}
     meta = {
         **split_meta(config, max_context, tuple(graphs), hidden_layers),
@@ -102,7 +103,11 @@ def export_coreml_draft(
         slots=reports,
         functions=functions,
         embedding_file=place / name,
-        notes={"operations": {name: len(program.operations) for name, program in programs.items()}},
+        notes={
+            "operations": {name: len(program.operations) for name, program in programs.items()},
+            "stream": stream,
+            "overrides": {slot: scheme_name(scheme) for slot, scheme in recipe.overrides},
+        },
     )
 
 

@@ -11,14 +11,17 @@ import json
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.errors import ExportError, MissingExtraError, UsageError
+from outrider.errors import ExportError, UsageError
+from outrider.export.coreml_blob import BlobWriter
 from outrider.export.coreml_program import MilFunction, MilOperation, Shape, Small
+from outrider.targets.coreml_reference.schema import load_schema
 
 __all__ = [
     "TARGETS",
@@ -32,19 +35,8 @@ MODEL, WEIGHTS = "model.mlmodel", "weights"
 AUTHOR = "com.apple.CoreML"
 WEIGHT_FILE = "weight.bin"
 INLINE = 10  # smaller arrays stand in the specification
+PROTO_TYPES = {"fp16": "FLOAT16"}  # the others are called as here
 NAMESPACE = uuid.UUID("6f1c6a5e-6d0a-5a0b-9f53-3b8c5d7a2e11")  # of the manifest's identifiers
-WRITERS = {
-    "fp16": ("write_fp16_data", np.uint16),
-    "int8": ("write_int8_data", np.int8),
-    "uint8": ("write_uint8_data", np.uint8),
-    "int4": ("write_int4_data", np.int8),
-    "uint6": ("write_uint6_data", np.uint8),
-    "uint4": ("write_uint4_data", np.uint8),
-    "uint3": ("write_uint3_data", np.uint8),
-    "uint2": ("write_uint2_data", np.uint8),
-    "uint1": ("write_uint1_data", np.uint8),
-}
-PROTO_TYPES = {"fp16": "FLOAT16", **{name: name.upper() for name in WRITERS if name != "fp16"}}
 
 
 @dataclass(frozen=True)
@@ -70,14 +62,9 @@ def get_target(name: str) -> DeploymentTarget:
     return TARGETS[name]
 
 
-def library(name: str) -> Any:
-    """A module of coremltools. Raises MissingExtraError where it is not installed."""
-    try:
-        from importlib import import_module
-
-        return import_module(f"coremltools.{name}")
-    except ImportError as error:
-        raise MissingExtraError("coremltools", "coreml") from error
+def schema(name: str) -> Any:
+    """One of coremltools' protobuf modules. Raises MissingExtraError where it is not installed."""
+    return import_module(f"{load_schema().__package__}.{name}")
 
 
 @dataclass(frozen=True)
@@ -93,12 +80,10 @@ class PackageWriter:
 
     def __init__(self, place: Path) -> None:
         """`place` is the package's folder. Raises MissingExtraError without coremltools."""
-        self.mil = library("proto.MIL_pb2")
+        self.mil = schema("MIL_pb2")
         self.place, self.data = place, place / "Data" / AUTHOR
         (self.data / WEIGHTS).mkdir(parents=True, exist_ok=True)
-        path = self.data / WEIGHTS / WEIGHT_FILE
-        path.unlink(missing_ok=True)
-        self._blob: Any = library("libmilstoragepython")._BlobStorageWriter(str(path))
+        self._blob = BlobWriter(self.data / WEIGHTS / WEIGHT_FILE)
         self.stored: dict[str, StoredWeight] = {}
 
     @property
@@ -124,23 +109,20 @@ class PackageWriter:
 
     def value(self, array: NDArray[Any], kind: str) -> Any:
         """The proto of an array, whose data goes to the weight file unless it is tiny."""
-        value = self.mil.Value(type=tensor_type(self.mil, array.shape, PROTO_TYPES[kind]))
+        value = self.mil.Value(type=tensor_type(self.mil, array.shape, PROTO_TYPES.get(kind, kind.upper())))
         if array.size < INLINE and kind in ("fp16", "int8", "uint8"):
             value.immediateValue.tensor.bytes.values = np.ascontiguousarray(array).tobytes()
             return value
-        method, dtype = WRITERS[kind]
-        flat = np.ascontiguousarray(array).reshape(-1)
-        flat = flat.view(np.uint16) if kind == "fp16" else flat.astype(dtype, copy=False)
         value.blobFileValue.fileName = f"@model_path/{WEIGHTS}/{WEIGHT_FILE}"
-        value.blobFileValue.offset = getattr(self._blob, method)(flat)
+        value.blobFileValue.offset = self._blob.add(array, kind)
         return value
 
     def close(
         self, functions: Mapping[str, MilFunction], target: DeploymentTarget, metadata: Mapping[str, str]
     ) -> tuple[Path, ...]:
         """Write specification and manifest; the first function is the default. Returns all files."""
-        self._blob = None  # closes the file
-        model = library("proto.Model_pb2").Model(specificationVersion=target.specification)
+        self._blob.close()
+        model = schema("Model_pb2").Model(specificationVersion=target.specification)
         model.description.defaultFunctionName = next(iter(functions))
         model.description.metadata.userDefined.update(metadata)
         model.mlProgram.version = 1
@@ -153,7 +135,7 @@ class PackageWriter:
 
     def _describe(self, proto: Any, name: str, function: MilFunction) -> None:
         """What a caller gives and gets: half-precision arrays."""
-        features = library("proto.FeatureTypes_pb2")
+        features = schema("FeatureTypes_pb2")
         proto.name = name
         for place, names in ((proto.input, function.inputs), (proto.output, function.outputs)):
             for feature in names:
