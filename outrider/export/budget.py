@@ -132,8 +132,8 @@ def refuse_full_disk(budget: Budget, output: Path) -> None:
     """Raise ExportError where the bundle will not fit on its disk."""
     if budget.free_mb is not None and budget.disk_mb > budget.free_mb:
         raise ExportError(
-            f"this export needs up to {budget.disk_mb:.0f} MB on the disk of {output.parent}, which has "
-            f"{budget.free_mb:.0f} MB free; free space there, choose another --output, or make fewer graphs with "
+            f"this export needs up to {budget.disk_mb:.0f} MB on the disk of {output.absolute().parent}, which "
+            f"has {budget.free_mb:.0f} MB free; free space there, choose another --output, or make fewer graphs with "
             "--backends"
         )
 

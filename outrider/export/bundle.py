@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import TokenizerMismatch, UsageError
-from outrider.export.budget import Budget, fit_budget
+from outrider.export.budget import Budget, fit_budget, refuse_full_disk, with_free_space
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
 from outrider.export.device_plans import GraphPlan, check_extras, open_device, plan_graphs
 from outrider.export.foresight import check_texts, check_tools, refuse_unused
@@ -83,8 +83,10 @@ def export_bundle(
         check_texts(every, checkpoints, options)
         configs = {role: checkpoint.config for role, checkpoint in checkpoints.items()}
         options, plans, budget = fit_budget(device, options, configs)
+        budget = with_free_space(budget, folder)
         if announce:
             announce(budget)
+        refuse_full_disk(budget, options.output)
         report = ExportReport(options.output)
         manifest = _make(folder, plans, checkpoints, options, report, progress)
         write_manifest(folder, manifest)

@@ -64,7 +64,7 @@ def export_npu(
     check_request(config, "split", max_context, widths, ())
     place.mkdir(parents=True, exist_ok=True)
     table, embedding, embedding_report = write_embedding(config, weights, place / EMBEDDING)
-    ranges, numerics = calibrated(config, weights, table, calibration, max_context, progress)
+    ranges, numerics = calibrated(config, weights, table, calibration, max_context, progress, place)
     recipe = with_npu_overrides(
         recipe, sensitive_slots(weights, recipe, calibration, numerics.massive, progress)
     )
@@ -115,13 +115,24 @@ def calibrated(
     texts: Sequence[Sequence[int]],
     max_context: int,
     progress: Progress | None,
+    scratch: Path | None = None,
 ) -> tuple[dict[str, Range], Numerics]:
-    """Ranges of all activations, and what of the model cannot be left to 16-bit integers."""
+    """Ranges of all activations, and what of the model cannot be left to 16-bit integers.
+
+    The float model that tells them is written below the folder `scratch`, and removed.
+    """
     report = (lambda part: progress("calibration", round(100 * part), 100)) if progress else None
 
     def run(numerics: Numerics) -> dict[str, Range]:
         found = calibrate_ranges(
-            config, weights, table.rows, texts, max_context=max_context, numerics=numerics, progress=report
+            config,
+            weights,
+            table.rows,
+            texts,
+            max_context=max_context,
+            numerics=numerics,
+            progress=report,
+            scratch=scratch,
         )
         return {**found, **host_ranges(config, max_context, extremes(table))}
 

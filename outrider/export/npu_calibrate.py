@@ -41,9 +41,11 @@ def calibrate_ranges(
     max_context: int,
     numerics: Numerics | None = None,
     progress: Callable[[float], None] | None = None,
+    scratch: Path | None = None,
 ) -> dict[str, Range]:
     """The range of every activation over real text, and of the largest score of each row before a softmax.
 
+    The float model is written below the folder `scratch`, by default the system's for temporary files, and removed.
     Raises UsageError when there is too little text to see ranges.
     """
     tokens = sum(len(sequence) for sequence in sequences)
@@ -56,7 +58,7 @@ def calibrate_ranges(
         config, weights, max_context=max_context, width=width, rows=width, cache=1, numerics=numerics
     )
     feeds = [calibration_inputs(config, graph, embed(ids), max_context) for ids in _chunks(sequences, width)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
         path = Path(folder) / "float.onnx"
         write_float(graph, weights, path)
         return activation_ranges(path, feeds, watch=_watched(graph), memory_mb=MEMORY_MB, progress=progress)
