@@ -1,4 +1,4 @@
-"""The round loop as an app writes it: `docs/android.md`, step by step, in plain Python and numpy.
+"""The round loop as an app writes it: `docs/android.md` and `docs/apple.md`, step by step, in Python and numpy.
 
 Nothing here imports the product. A port to another language is right when it decides a `decode` trace as
 `redecide` does, and when its graphs return what the trace holds. Names are those of the document.
@@ -241,6 +241,111 @@ class IntegerGraph:
                 values[:, :, :, at] = new[:, :, :, :count]
             else:
                 values[:, :, at] = new[:, :, :count]
+        self.length += count
+
+
+def rope_rows(record: Mapping[str, Any], positions: Array) -> tuple[Array, Array]:
+    """Cosines and sines [n, rotary / 2] of positions, in half precision."""
+    angles = positions[:, None] * np.array(record["inv_freq"])  # float64
+    cos, sin = ((turned(angles) * record["scale"]).astype(np.float32) for turned in (np.cos, np.sin))
+    return cos.astype(np.float16), sin.astype(np.float16)
+
+
+class HalfGraph:
+    """A Core ML package of the `split` profile: half precision, channels first, embedding and RoPE outside."""
+
+    def __init__(self, meta: Mapping[str, Any], embedding: Path, run: Run) -> None:
+        self.meta, self.run, self.length = meta, run, 0
+        table = meta["embedding"]
+        V, D = table["rows"], table["columns"]
+        self.scales: Array | None = None
+        if table["dtype"] == "float16":
+            self.rows = np.memmap(embedding, "<f2", "r", 0, (V, D))
+        else:
+            self.rows = np.memmap(embedding, np.int8, "r", 0, (V, D))
+            self.scales = np.memmap(embedding, "<f2", "r", table["scales_offset"], (V, D // table["block"]))
+        shape = (1, meta["kv_heads"] * meta["head_dim"], 1, meta["max_context"])
+        names = [f"{part}_{layer}" for layer in range(meta["layers"]) for part in ("key", "value")]
+        self.past = {name: np.zeros(shape, np.float16) for name in names}
+
+    def embedded(self, ids: Sequence[int]) -> Array:
+        """Rows [W, D] of the table."""
+        if self.scales is None:
+            return self.rows[ids]
+        scales = np.repeat(self.scales[ids].astype(np.float32), self.meta["embedding"]["block"], axis=1)
+        return (self.rows[ids].astype(np.float32) * scales).astype(np.float16)
+
+    def forward(self, tokens: Sequence[int], row: int = -1) -> Array:
+        """Logits [R, V'] of S tokens behind the committed ones: of all, or of `row` where a width returns one."""
+        S, M = len(tokens), self.meta["max_context"]
+        W = min(width for width in self.meta["widths"] if width >= S)
+        ids = [*tokens, *[tokens[-1]] * (W - S)]
+        feeds: dict[str, Array] = {"x": columns(self.embedded(ids))}
+        positions = self.length + np.minimum(np.arange(W), S - 1)
+        for kind, record in self.meta["rope"].items():
+            cos, sin = rope_rows(record, positions)
+            feeds |= {f"cos_{kind}": columns(cos), f"sin_{kind}": columns(sin)}
+        for name in self.meta["masks"]:
+            window = self.meta["sliding_window"] if name == "sliding" else None
+            mask = np.where(visible(self.length, S, W, M, window), 0.0, self.meta["masked"])
+            feeds[f"mask_{name}"] = columns(mask.astype(np.float16))  # keys on the channel axis
+        feeds |= {f"past_{name}": values for name, values in self.past.items()}
+        R = self.meta["rows"][str(W)]
+        if R < W:
+            feeds["select"] = (np.arange(W) == row % S).astype(np.float16)[None, None, :, None]
+        self.present = self.run(W, feeds)
+        pieces = [self.present[f"logits_{index}"] for index in range(len(self.meta["head"]))]
+        return np.concatenate(pieces, axis=1)[0, :, 0, : min(S, R)].T.astype(np.float32)
+
+    def commit(self, count: int) -> None:
+        """Copy the first columns of the last forward into the cache."""
+        for name, values in self.past.items():
+            values[..., self.length : self.length + count] = self.present[f"present_{name}"][..., :count]
+        self.length += count
+
+
+def columns(rows: Array) -> Array:
+    """[W, C] -> [1, C, 1, W]."""
+    return np.ascontiguousarray(rows.T)[None, :, None]
+
+
+class StateGraph:
+    """A Core ML package of the `state` profile: it keeps its own cache, and a commit only moves `length`."""
+
+    def __init__(
+        self, meta: Mapping[str, Any], run: Callable[[Mapping[str, Array]], Mapping[str, Array]]
+    ) -> None:
+        self.meta, self.run, self.length = meta, run, 0
+
+    def forward(self, tokens: Sequence[int]) -> Array:
+        """Logits [S, V] of tokens behind the committed ones; at most as many as one call takes."""
+        S, M, P = len(tokens), self.meta["max_context"], self.length
+        W = min(width for width in self.meta["widths"] or (S,) if width >= S)
+        taken = np.minimum(np.arange(W), S - 1)
+        feeds: dict[str, Array] = {
+            "tokens": np.array(tokens, np.int32)[taken][None],
+            "begin": np.array([P], np.int32),
+        }
+        for kind, record in self.meta["rope"].items():
+            feeds[f"cos_{kind}"], feeds[f"sin_{kind}"] = rope_rows(record, P + taken)
+        for name in self.meta["masks"]:
+            window = self.meta["sliding_window"] if name == "sliding" else None
+            allowed = np.zeros((W, M), bool)
+            for row in range(S):
+                allowed[row, 0 if window is None else max(0, P + row - window + 1) : P + row + 1] = True
+            allowed[np.arange(S, W), P + np.arange(S, W)] = True  # padding sees its own row
+            feeds[f"mask_{name}"] = np.where(allowed, 0.0, self.meta["masked"]).astype(np.float16)[None, None]
+        most = self.meta["rows"]
+        if most is None:
+            return self.run(feeds)["logits"][0, :S].astype(np.float32)
+        parts = []
+        for begin in range(0, S, most):  # a call may return fewer rows than it takes tokens: then once more
+            feeds["rows"] = np.arange(begin, min(S, begin + most), dtype=np.int32)
+            parts.append(self.run(feeds)["logits"][0].astype(np.float32))
+        return np.concatenate(parts)
+
+    def commit(self, count: int) -> None:
+        """Keep the first rows of the last forward; what follows them is written over."""
         self.length += count
 
 

@@ -1,4 +1,4 @@
-"""What docs/android.md tells an app to compute is what the product computes: decisions, graphs, and the text."""
+"""What docs/android.md and docs/apple.md tell an app to compute is what the product computes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from outrider.manifest import read_manifest
 from outrider.runtime.rounds import Request
 from outrider.runtime.trace import TraceWriter
 from outrider.runtime.uniforms import Uniforms
+from outrider.targets.coreml import CoreMLGraph
+from outrider.targets.coreml_profiles import CoreMLMeta
+from outrider.targets.npu_host import open_embedding
 from outrider.targets.qnn import CPU_ENTRIES, NpuGraph
+from tests import coreml_toy, npu_toy
 from tests import golden_loop as app
-from tests import npu_toy
 
 PROMPT = "the quick brown fox"
 TOKENS = 40
@@ -189,6 +192,44 @@ def test_the_arithmetic_around_an_npu_graph_is_the_documented_one(tmp_path: Path
         rows = [count - 1] if count > 8 else list(range(count))
         expected = product.forward(chunk, logits=rows).logits
         np.testing.assert_array_equal(ours.forward(chunk, rows), expected)
+        ours.commit(kept)
+        product.commit(range(kept))
+        place += kept
+    assert ours.length == place > npu_toy.WINDOW
+
+
+CHUNKS = ((11, 11), (1, 1), (2, 2), (7, 3), (5, 5), (1, 1))  # tokens of a forward, and how many are kept
+
+
+def test_the_arithmetic_around_a_core_ml_draft_is_the_documented_one(tmp_path: Path) -> None:
+    """Embedding, RoPE rows, masks with a window, keys and values: bit for bit what the backend computes."""
+    toy, meta = npu_toy.FloatModel(), coreml_toy.meta("split")
+    path = coreml_toy.write_embedding(tmp_path / "embedding.f16", toy)
+    record = CoreMLMeta.from_json(meta)
+    product = CoreMLGraph(record, coreml_toy.ToyProgram(toy, meta), open_embedding(path, meta["embedding"]))
+    program = coreml_toy.ToyProgram(toy, meta)
+    ours = app.HalfGraph(meta, path, lambda width, feeds: program.run(meta["functions"][str(width)], feeds))
+    tokens, place = np.random.default_rng(3).integers(0, npu_toy.V, 26).tolist(), 0
+    for count, kept in CHUNKS:
+        chunk = tokens[place : place + count]
+        rows = [count - 1] if count > 8 else list(range(count))
+        np.testing.assert_array_equal(ours.forward(chunk), product.forward(chunk, logits=rows).logits)
+        ours.commit(kept)
+        product.commit(range(kept))
+        place += kept
+    assert ours.length == place > npu_toy.WINDOW
+
+
+@pytest.mark.parametrize(("widths", "most"), [(None, 3), ([2, 7, 12], None), ([1, 16], 8)])
+def test_the_arithmetic_around_a_core_ml_target_is_the_documented_one(widths: Any, most: int | None) -> None:
+    toy, meta = npu_toy.FloatModel(), coreml_toy.meta("state", widths=widths, rows=most)
+    product = CoreMLGraph(CoreMLMeta.from_json(meta), coreml_toy.ToyProgram(toy, meta), None)
+    program = coreml_toy.ToyProgram(toy, meta)
+    ours = app.StateGraph(meta, lambda feeds: program.run("main", feeds))
+    tokens, place = np.random.default_rng(3).integers(0, npu_toy.V, 26).tolist(), 0
+    for count, kept in CHUNKS:
+        chunk = tokens[place : place + count]
+        np.testing.assert_array_equal(ours.forward(chunk), product.forward(chunk).logits)
         ours.commit(kept)
         product.commit(range(kept))
         place += kept
