@@ -11,6 +11,7 @@ from scipy.stats import binom
 from outrider.errors import UsageError
 from outrider.export.device_plans import open_device, plan_graphs
 from outrider.export.options import ExportOptions, RoleOptions
+from outrider.quantize.coreml_recipes import COREML_RECIPES
 from outrider.quantize.gates import GATES, Gate, gate_for, shortfalls
 from outrider.quantize.quality import GraphQuality, graph_quality
 from outrider.quantize.recipes import RECIPES
@@ -120,6 +121,12 @@ def test_the_gates_of_the_npu_are_the_ones_that_were_promised() -> None:
     assert gate_for("anything") is GATES[-1]
 
 
+def test_the_gates_of_core_mls_palettes_are_the_ones_that_were_promised() -> None:
+    assert gate_for("lut6").sum_min_loss == 0.03
+    assert gate_for("lut4-mix").sum_min_loss == 0.10
+    assert gate_for("lut4").sum_min_loss > gate_for("lut4-mix").sum_min_loss
+
+
 def test_every_recipe_that_an_export_can_have_finds_its_gate() -> None:
     options = ExportOptions(RoleOptions("t"), __file__, RoleOptions("d"), "snapdragon-8-gen3")  # type: ignore[arg-type]
     planned = {
@@ -127,7 +134,7 @@ def test_every_recipe_that_an_export_can_have_finds_its_gate() -> None:
         for graphs in plan_graphs(open_device("snapdragon-8-gen3"), options).values()
         for plan in graphs
     }
-    for recipe in {*planned, *RECIPES, "a16w4", "8da8w"}:
+    for recipe in {*planned, *RECIPES, *COREML_RECIPES, "a16w4", "8da8w"}:
         gate = gate_for(recipe)
         assert 0 < gate.kl <= 0.7
         assert 0.5 < gate.top1_clear < 1

@@ -350,6 +350,24 @@ def test_units_that_leave_a_role_without_a_graph_are_refused(bundle: Path) -> No
     assert selected(manifest, ()) is manifest
 
 
+def test_core_ml_packages_are_refused_with_the_way_to_a_phone_of_apple(adb: FakeAdb, bundle: Path) -> None:
+    text = (bundle / "manifest.json").read_text().replace('"snapdragon-8-gen3"', '"iphone-16-pro"')
+    raw = json.loads(text)
+    graphs = raw["roles"]["draft"]["graphs"]
+    npu = next(entry for entry in graphs if entry["unit"] == "npu")
+    npu["backend"] = "coreml"
+    (bundle / "manifest.json").write_text(json.dumps(raw))
+    with pytest.raises(
+        UsageError, match=r"for iphone-16-pro, holds Core ML packages .draft/coreml.*Xcode project"
+    ):
+        push_bundle(bundle, run=adb)
+    assert adb.pushes == []
+    assert set(push_bundle(bundle, run=adb, units=("cpu",)).copied) >= {
+        "target/graph.onnx",
+        "draft/graph.onnx",
+    }
+
+
 def test_the_command_prints_what_to_type_on_the_phone(
     adb: FakeAdb, bundle: Path, run_main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,8 @@ COOL_S = 15.0  # of the trace, before it gets warm: at least one text should fit
 )
 @click.option(
     "--device",
-    help="Make the bundle of this Snapdragon instead, and prove its draft on the NPU's emulator.",
+    help="Make the bundle of this Snapdragon, iPhone or Mac instead, and prove its draft by the NPU's emulator or by"
+    " the evaluator of Core ML programs.",
 )
 def command(
     pair: str,

@@ -12,13 +12,16 @@ from outrider.export.checkpoint import Checkpoint
 from outrider.export.device_plans import GraphPlan
 from outrider.export.options import ExportOptions
 from outrider.export.prompts import calibration_sequences
+from outrider.quantize.coreml_recipes import coreml_recipe
 from outrider.quantize.executorch import executorch_recipe
 from outrider.quantize.npu_recipes import get_npu_recipe
+from outrider.targets.device import Device
 
 __all__ = ["check_texts", "check_tools", "refuse_unused"]
 
-CALIBRATED = ("npu",)
-"""Lowerings that set ranges by `ExportOptions.calibration`."""
+COREML = ("coreml_draft", "coreml_target", "coreml_split")
+CALIBRATED = ("npu", *COREML)
+"""Lowerings that round weights, or set ranges, by `ExportOptions.calibration`."""
 
 READ_BY: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "precision": (("target",), ("onnx",)),
@@ -46,19 +49,22 @@ def refuse_unused(given: Collection[str], plans: Mapping[str, Sequence[GraphPlan
             )
 
 
-def check_tools(plans: Sequence[GraphPlan]) -> None:
+def check_tools(plans: Sequence[GraphPlan], device: Device) -> None:
     """Open the compilers that plans need and look their recipes up.
 
-    Raises BackendError for an onnxruntime-qnn that is too old or cannot be opened here, UsageError for an unknown
-    recipe.
+    Raises BackendError for an onnxruntime-qnn that is too old or cannot be opened here and for a chip that it does not
+    compile for, UsageError for an unknown recipe.
     """
     for plan in plans:
         if plan.backend == "executorch":
             executorch_recipe(plan.recipe)
+        if plan.backend == "coreml":
+            coreml_recipe(plan.recipe)
         if plan.lowering == "npu":
-            from outrider.targets.qnn_plugin import qnn_plugin
+            from outrider.targets.qnn_plugin import ids_of, qnn_plugin
 
             get_npu_recipe(plan.recipe)
+            ids_of(device)
             qnn_plugin()
 
 

@@ -22,6 +22,7 @@ from outrider.manifest import (
     RoleEntry,
     bundle_path,
     file_sha256,
+    read_manifest,
     verify,
     write_manifest,
 )
@@ -190,6 +191,7 @@ def push_bundle(
     tell = progress or (lambda stage, part: None)
     if not folder.startswith("/"):
         raise UsageError(f"--folder is {folder!r}; it must be an absolute path on the phone")
+    _refuse_apple(selected(read_manifest(directory), units))
     verify(directory, full=True, progress=lambda done, total: tell("hashes here", done / max(total, 1)))
     adb = find_phone(serial, run)
     adb.refuse_unprovable()
@@ -213,6 +215,21 @@ def push_bundle(
     kept = tuple(name for name in files if name not in changed)
     strays = tuple(sorted(set(sizes) - set(files) - {MANIFEST_NAME, f"{MANIFEST_NAME}.partial"}))
     return Pushed(adb.serial, place, tuple(changed), kept, copied_bytes, strays, commands(adb.serial, place))
+
+
+def _refuse_apple(manifest: Manifest) -> None:
+    """Raise UsageError for Core ML packages, which no phone that adb reaches can run."""
+    packages = [
+        f"{role}/coreml"
+        for role, entry in manifest.roles.items()
+        if any(graph.backend == "coreml" for graph in entry.graphs)
+    ]
+    if packages:
+        raise UsageError(
+            f"this bundle, for {manifest.device}, holds Core ML packages ({', '.join(packages)}), and adb reaches "
+            "Android phones only. An iPhone gets them inside an app: add the folders to its Xcode project (docs/apple.md); a "
+            "Mac gets a plain copy of the bundle. `--graphs cpu` pushes ONNX Runtime's graphs alone"
+        )
 
 
 def _changed(

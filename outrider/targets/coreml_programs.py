@@ -59,42 +59,31 @@ class EvaluatedProgram:
     def __init__(self, path: Path) -> None:
         from outrider.targets.coreml_reference import MilProgram
 
-        self.path = path
-        self._load = MilProgram.load
-        self._open: dict[str, Any] = {}
-        self._names = tuple(self._program(None).functions)
+        self._program = MilProgram.load(path)
         self._state: Any = None
 
     def functions(self) -> tuple[str, ...]:
         """Every function's name."""
-        return self._names
+        return tuple(self._program.functions)
 
     def tensors(self, function: str) -> dict[str, Shape]:
         """Inputs, outputs and states of a function, with their shapes."""
-        program = self._program(function)
-        kinds = (program.inputs, program.outputs, program.states)
+        found = self._program.function(function)
+        kinds = (found.inputs, found.outputs, found.states)
         return {name: _evaluated_shape(value) for values in kinds for name, value in values.items()}
 
     def run(self, function: str, inputs: Arrays) -> Arrays:
         """The outputs of a function by name; one state serves all of them."""
-        program = self._program(function)
-        if program.states and self._state is None:
-            self._state = program.make_state()
-        outputs: Arrays = program.predict(inputs, self._state)
+        found = self._program.function(function)
+        if found.states and self._state is None:
+            self._state = found.make_state()
+        outputs: Arrays = found.predict(inputs, self._state)
         return outputs
 
     def close(self) -> None:
         """Let go of the package; closing twice is allowed."""
-        for program in self._open.values():
-            program.close()
-        self._open, self._state = {}, None
-
-    def _program(self, function: str | None) -> Any:
-        """The evaluator of a function; None: of the one that the package runs by default."""
-        name = function or ""
-        if name not in self._open:
-            self._open[name] = self._load(self.path, function)
-        return self._open[name]
+        self._program.close()
+        self._state = None
 
 
 class NativeProgram:
