@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from outrider.contracts import (
     TopRows,
 )
 from outrider.errors import ContextError
+from outrider.targets.lanes import Lanes
 
 __all__ = ["FakeDrafter", "FakeGraph", "LogitsFunction", "VirtualClock", "blend_logits", "random_logits"]
 
@@ -36,10 +38,15 @@ _BANK_ROWS = 64
 
 
 class VirtualClock:
-    """A clock that moves only when told to: `clock()` reads seconds, `advance` adds some."""
+    """A clock that moves only when told to: `clock()` reads seconds, `advance` adds some.
+
+    Threads that `work` by it at the same time share its time: their seconds pass beside each other. `lanes` is what
+    an engine needs as its `timeline` then.
+    """
 
     def __init__(self, start_s: float = 0.0) -> None:
         self.now_s = start_s
+        self.lanes: Lanes[_Until] = Lanes(self._first)
 
     def __call__(self) -> float:
         return self.now_s
@@ -47,6 +54,22 @@ class VirtualClock:
     def advance(self, seconds: float) -> None:
         """Let `seconds` pass."""
         self.now_s += seconds
+
+    def work(self, seconds: float) -> None:
+        """Let `seconds` pass for this thread."""
+        self.lanes.run(_Until(self.now_s + seconds))
+
+    def _first(self, jobs: Sequence[_Until]) -> _Until:
+        first = min(jobs, key=lambda job: job.end_s)
+        self.now_s = max(self.now_s, first.end_s)
+        return first
+
+
+@dataclass(eq=False)
+class _Until:
+    """What a thread does until a time."""
+
+    end_s: float
 
 
 def random_logits(
@@ -158,7 +181,7 @@ class FakeGraph:
         self.forwards.append(len(ids))
         if self._costs_s:
             widths = sorted(self._costs_s)
-            self.clock.advance(float(np.interp(len(ids), widths, [self._costs_s[w] for w in widths])))
+            self.clock.work(float(np.interp(len(ids), widths, [self._costs_s[w] for w in widths])))
         visible = np.tri(len(ids), dtype=np.bool_) if mask is None else np.asarray(mask, dtype=np.bool_)
         views = [self._view(row, visible) for row in range(len(ids))]
         layers = {layer: np.stack([_hidden(view, layer) for view in views]) for layer in hidden}

@@ -31,9 +31,9 @@ class Lanes(Generic[Job]):
         self._waiting: list[Callable[[], bool]] = []
 
     @property
-    def alone(self) -> bool:
-        """Whether no other thread works."""
-        return self._running == 1 and not self._jobs
+    def mine(self) -> bool:
+        """Whether this is the thread that made the lanes."""
+        return threading.get_ident() == self._owner
 
     def begin(self) -> None:
         """Another thread starts to work."""
@@ -68,7 +68,7 @@ class Lanes(Generic[Job]):
         """Do a job, in as much time as it takes beside those of the other threads."""
         thread = threading.get_ident()
         with self._changed:
-            place = 0 if thread == self._owner else len(self._jobs)
+            place = 0 if self.mine else len(self._jobs)
             self._jobs.insert(place, (thread, job))
             self._running -= 1
             self._drive()

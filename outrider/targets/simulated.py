@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from outrider.contracts import (
@@ -22,6 +22,7 @@ from outrider.contracts import (
 from outrider.errors import UsageError
 from outrider.targets.device import Device, Figure
 from outrider.targets.fake import VirtualClock
+from outrider.targets.lanes import Lanes
 from outrider.targets.model_cost import ModelCost
 from outrider.targets.physics import (
     Rates,
@@ -84,6 +85,30 @@ def _map_figures(record: Any, name: str, change: Callable[[str, Figure], Figure]
     return record
 
 
+@dataclass(eq=False)
+class _Job:
+    """A forward under way; what is left of it is a share."""
+
+    work: Work
+    rates: Rates
+    unit: str
+    slower: float
+    left: float = 1.0
+
+
+@dataclass(eq=False)
+class _Wait:
+    """A time that passes at a constant power."""
+
+    end_s: float
+    power_w: float
+
+
+def _turns(forwards: Sequence[_Job]) -> list[int]:
+    """How many forwards share the unit of each."""
+    return [sum(other.unit == job.unit for other in forwards) for job in forwards]
+
+
 class Machine:
     """One device that works, warms, throttles and drains on a `VirtualClock`.
 
@@ -93,6 +118,9 @@ class Machine:
 
     Work is done in steps that end at throttle polls and events; power is constant within a step, so heat is
     exact. Time that passes on the clock by other hands counts as rest.
+
+    Threads may work at once, with `lanes` as the engine's `timeline`. Forwards on one unit then take turns, and
+    those on several share the memory: what they ask for beyond its bandwidth is cut by the same factor (assumed).
     """
 
     def __init__(
@@ -128,7 +156,11 @@ class Machine:
         self._held: dict[str, float] = {}
         self._rates: dict[tuple[str | None, str | None], Rates] = {}
         self._events = list(events)
-        self._rng = random.Random(seed)
+        self.lanes: Lanes[_Job | _Wait] = Lanes(self._step)
+        self._rngs = {
+            True: random.Random(seed),
+            False: random.Random(seed + 1),
+        }  # of our thread, and of others
         self._jitter = jitter
         self._start_s = self._time_s = self.clock()
         self._polls = 0
@@ -176,9 +208,7 @@ class Machine:
         """Read a model back from storage: it takes memory, and time at the power of an awake device."""
         self.hold(name, megabytes)
         self.catch_up()
-        end = self.clock() + megabytes / LOAD_MB_PER_S
-        while (left := end - self.clock()) > _TINY:
-            self._advance(min(left, self._until_next()), self.static_w)
+        self.lanes.run(_Wait(self.clock() + megabytes / LOAD_MB_PER_S, self.static_w))
 
     def release(self, name: str) -> None:
         """Give back what `name` holds; nothing happens when it holds nothing."""
@@ -195,25 +225,62 @@ class Machine:
         """Do one forward on a unit (None: the device's decode unit); returns the seconds that it took."""
         self.catch_up()
         rates = self.rates(unit, precision)
-        slower = math.exp(self._rng.gauss(0.0, self._jitter)) if self._jitter else 1.0
-        begin, left = self.clock(), 1.0
-        while left > _TINY:
-            seconds = slower * roofline_time(
-                work, rates, self.clock_ratio, self.memory_clock_ratio, 1.0 - self.bandwidth_taken
-            )
-            power = self.static_w + dynamic_power(work, seconds, rates, self.clock_ratio)
-            span = min(left * seconds, self._until_next())
-            self._advance(span, power)
-            left -= span / seconds
+        slower = math.exp(self._rngs[self.lanes.mine].gauss(0.0, self._jitter)) if self._jitter else 1.0
+        begin = self.clock()
+        self.lanes.run(_Job(work, rates, unit or self.device.decode_unit, slower))
         self.busy_s += self.clock() - begin
         return self.clock() - begin
 
     def idle(self, seconds: float) -> None:
         """Rest; this is the `sleep` of whoever paces itself."""
         self.catch_up()
-        end = self.clock() + seconds
-        while (left := end - self.clock()) > _TINY:
-            self._advance(min(left, self._until_next()), self.idle_w)
+        self.lanes.run(_Wait(self.clock() + seconds, self.idle_w))
+
+    def _step(self, jobs: Sequence[_Job | _Wait]) -> _Job | _Wait:
+        """Let time pass until one of the jobs is done."""
+        while True:
+            forwards = [job for job in jobs if isinstance(job, _Job)]
+            seconds = self._seconds(forwards)
+            left_s = [
+                job.left * span for job, span in zip(forwards, seconds, strict=True) if job.left > _TINY
+            ]
+            waits = [job for job in jobs if isinstance(job, _Wait)]
+            left_s += [left for job in waits if (left := job.end_s - self.clock()) > _TINY]
+            if len(left_s) < len(jobs):
+                break
+            span = min(*left_s, self._until_next())
+            self._advance(span, self._own_w(forwards, seconds, waits))
+            for job, whole_s in zip(forwards, seconds, strict=True):
+                job.left -= span / whole_s
+        return next(
+            job for job in jobs if (job.left if isinstance(job, _Job) else job.end_s - self.clock()) <= _TINY
+        )
+
+    def _seconds(self, forwards: Sequence[_Job]) -> list[float]:
+        """How long whole forwards take at this moment, beside each other."""
+        ours = 1.0 - self.bandwidth_taken
+        alone = [self._roofline(job, ours) for job in forwards]
+        if len(forwards) < 2:
+            return alone
+        turns = _turns(forwards)
+        asked = sum(job.work.bytes / (span * n) for job, span, n in zip(forwards, alone, turns, strict=True))
+        there = max(job.rates.bytes_s for job in forwards) * self.memory_clock_ratio * ours
+        share = ours * min(1.0, there / asked)
+        return [n * self._roofline(job, share) for job, n in zip(forwards, turns, strict=True)]
+
+    def _roofline(self, job: _Job, bandwidth_share: float) -> float:
+        ratios = (self.clock_ratio, self.memory_clock_ratio)
+        return job.slower * roofline_time(job.work, job.rates, *ratios, bandwidth_share)
+
+    def _own_w(self, forwards: Sequence[_Job], seconds: Sequence[float], waits: Sequence[_Wait]) -> float:
+        """What is drawn while all this goes on."""
+        if not forwards:
+            return max(job.power_w for job in waits)
+        each = zip(forwards, seconds, _turns(forwards), strict=True)
+        dynamic = [
+            dynamic_power(job.work, span / n, job.rates, self.clock_ratio) / n for job, span, n in each
+        ]
+        return self.static_w + sum(dynamic)
 
     def catch_up(self) -> None:
         """Count time that others let pass on the clock as rest."""
