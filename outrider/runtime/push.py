@@ -227,8 +227,8 @@ def _refuse_apple(manifest: Manifest) -> None:
     if packages:
         raise UsageError(
             f"this bundle, for {manifest.device}, holds Core ML packages ({', '.join(packages)}), and adb reaches "
-            "Android phones only. An iPhone gets them inside an app: add the folders to its Xcode project (docs/apple.md); a "
-            "Mac gets a plain copy of the bundle. `--graphs cpu` pushes ONNX Runtime's graphs alone"
+            "Android phones only. An iPhone gets them inside an app: add the folders to its Xcode project "
+            "(docs/apple.md); a Mac gets a plain copy of the bundle. `--graphs cpu` pushes ONNX Runtime's graphs alone"
         )
 
 
