@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,3 +91,19 @@ def test_a_prompt_longer_than_the_widest_forward_is_read_in_chunks(bundle: Path)
         found = pipeline.generate(words, max_tokens=8, ignore_eos=True, k=2, drafter="model")
     with outrider.load(bundle, target_backend="executorch", draft=False) as pipeline:
         assert pipeline.generate(words, max_tokens=8, ignore_eos=True, k=0).text == found.text
+
+
+ALONE = """
+import sys, outrider
+with outrider.load(sys.argv[1], target_backend="executorch", draft=False) as pipeline:
+    print(pipeline.machine)
+print([name for name in ("torch", "onnxruntime") if name in sys.modules])
+"""
+
+
+def test_an_executorch_pipeline_loads_no_other_library(bundle: Path) -> None:
+    command = [sys.executable, "-c", ALONE, str(bundle)]
+    machine, loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert loaded == "[]"
+    assert ", executorch 1" in machine
+    assert "onnxruntime" not in machine

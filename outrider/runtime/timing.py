@@ -11,8 +11,10 @@ import json
 import logging
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,13 +51,21 @@ def cores() -> int:
 
 def machine_line(placement: Sequence[Placement], threads: int | None) -> str:
     """What a time depends on beside the bundle, in one line: two equal lines may share their costs."""
-    import onnxruntime
-
     where = "; ".join(f"{role.role} by {', '.join(role.providers) or role.unit}" for role in placement)
+    libraries = [_library(name) for name in dict.fromkeys(role.backend for role in placement)]
     return (
         f"{processor()}, {platform.machine()}, {cores()} cores, {threads or cores()} threads, "
-        f"onnxruntime {onnxruntime.__version__}; {where}"
+        f"{', '.join(libraries)}; {where}"
     )
+
+
+def _library(backend: str) -> str:
+    """A backend's library with its version; one that is not loaded stays so, ONNX Runtime takes 23 MB."""
+    loaded = getattr(sys.modules.get(backend), "__version__", None)
+    try:
+        return f"{backend} {loaded or version(backend)}"
+    except PackageNotFoundError:
+        return backend
 
 
 def timing_of(costs: Costs, machine: str) -> Timing:
