@@ -1,6 +1,6 @@
 """ExecuTorch without torch against ExecuTorch through torch and ONNX Runtime: ms a forward by width, and memory.
 
-    outrider export smollm2-135m-q4_1 --precision int4 --max-context 512 --backends executorch,onnxruntime --output B
+    outrider export -m smollm2-135m-q4_1 --precision int4 --max-context 512 --backends executorch,onnxruntime --output B
     python -m benchmarks.executorch B
 
 The target's graphs of one bundle in one process, after the same context, interleaved in alternating order;
