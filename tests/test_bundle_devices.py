@@ -311,6 +311,26 @@ def test_a_calibration_file_that_says_too_little_is_refused(
 
 
 @emulated
+def test_a_device_file_of_the_users_own_is_compiled_for_by_its_name_and_its_path_is_not_told(
+    tiny_models: Models, export_tiny: Export, tmp_path: Path
+) -> None:
+    shipped = Path(outrider.__file__).parent / "targets" / "devices" / "snapdragon-8-gen3.toml"
+    own = Path(shutil.copy(shipped, tmp_path / "my-phone.toml"))
+    pair = (tiny_models["draft"], "int8"), (tiny_models["draft"], "int8")
+    backends = ("onnxruntime", "qnn")
+    bundle = tmp_path / "bundle"
+    export_tiny(bundle, *pair, device=str(own), backends=backends, max_context=64, evaluate=False)
+    assert str(tmp_path) not in (bundle / "manifest.json").read_text()
+    manifest = verify(bundle, full=True)
+    npu = manifest.roles["draft"].by_preference()[0]
+    assert (manifest.device, list(npu.options["contexts"])) == ("my-phone", ["my-phone"])
+    assert any(name.startswith("draft/npu/my-phone/") and name.endswith(".bin") for name in npu.files)
+    with outrider.load(bundle, draft_unit="npu", threads=1) as pipeline:
+        sessions = pipeline.engine.drafters["model"].graph._sessions  # type: ignore[attr-defined]
+        assert {path.parent.name for path in sessions.compiled.values()} == {"my-phone"}
+
+
+@emulated
 def test_the_demo_of_a_device_proves_its_draft_and_leaves_the_text_alone(
     tiny_models: Models, traced_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import outrider
 from outrider.errors import BackendError, OutriderError, UsageError
 from outrider.export import role_graphs
 from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
@@ -18,6 +19,7 @@ from outrider.targets.qnn_plugin import has_emulator
 
 Models = dict[str, Path]
 SOC = "snapdragon-8-gen3"
+DEVICES = Path(outrider.__file__).parent / "targets" / "devices"
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +78,15 @@ def test_a_wheel_that_is_too_old(
     error = refused(tiny_models, tmp_path)
     assert isinstance(error, BackendError)
     assert "onnxruntime-qnn 1.22.0 is no plugin yet, it is too old: pip install -U" in str(error)
+
+
+def test_a_chip_of_the_users_own_profile_that_nothing_compiles_for(
+    tiny_models: Models, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("devices") / "my-phone.toml"
+    path.write_text((DEVICES / f"{SOC}.toml").read_text().replace("{ value = 75,", "{ value = 70,"))
+    error = refused(tiny_models, tmp_path, device=str(path))
+    assert "htp_arch is '70'; known: 68, 69, 73, 75" in str(error)
 
 
 def test_an_unknown_executorch_precision(tiny_models: Models, tmp_path: Path) -> None:

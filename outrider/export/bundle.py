@@ -35,6 +35,7 @@ from outrider.manifest import (
     write_manifest,
 )
 from outrider.quantize.recipes import check_overrides, parse_overrides
+from outrider.targets.device import load_device
 
 if TYPE_CHECKING:
     from outrider.export.lowered import Lowered
@@ -70,7 +71,7 @@ def export_bundle(
     refuse_unused([name for name in ("calibration", "npu_target") if getattr(options, name)], plans)
     every = [plan for graphs in plans.values() for plan in graphs]
     check_extras(every)
-    check_tools(every)
+    check_tools(every, device)
     with ExitStack() as stack:
         folder = stack.enter_context(fresh_folder(options.output, options.force))
         checkpoints: dict[str, Checkpoint] = {
@@ -135,7 +136,7 @@ def _make(
         roles=_name_target(entries),
         tokenizer=tokenizer,
         max_context=options.max_context,
-        device=options.device,
+        device=load_device(options.device).slug,  # never a path of this machine
     )
 
 

@@ -40,15 +40,16 @@ class Contexts:
 def compile_contexts(
     place: Path,
     functions: Mapping[str, str],
-    devices: Sequence[str],
+    devices: Sequence[str] | Mapping[str, SocIds],
     progress: Progress | None = None,
 ) -> Contexts:
     """Compile every width of `functions` (width -> file in `place`) for each device, into `place/<device>/`.
 
-    Raises UsageError for a device without a Hexagon NPU, MissingExtraError or BackendError without a usable
-    onnxruntime-qnn, ExportError with QNN's message when it does not take a graph.
+    `devices` are slugs of shipped profiles, or any names with the ids of their chips. Raises UsageError for a device
+    without a Hexagon NPU, MissingExtraError or BackendError without a usable onnxruntime-qnn, ExportError with QNN's
+    message when it does not take a graph.
     """
-    chips = {slug: soc_of(slug) for slug in devices}
+    chips = dict(devices) if isinstance(devices, Mapping) else {slug: soc_of(slug) for slug in devices}
     plugin = qnn_plugin()
     models: dict[str, dict[str, str]] = {}
     files: list[Path] = []

@@ -191,11 +191,12 @@ def _lower_npu(making: Making) -> Lowered:
 def _compiled(making: Making, lowered: Lowered) -> Lowered:
     """The graphs with what the device's own compiler makes of them."""
     from outrider.export.npu_context import compile_contexts
-    from outrider.targets.qnn_plugin import soc_of
+    from outrider.targets.device import load_device
+    from outrider.targets.qnn_plugin import ids_of
 
-    device = making.options.device
-    contexts = compile_contexts(making.place, lowered.functions, [device], making.progress)
-    ids = soc_of(device)
+    device = load_device(making.options.device)
+    ids = ids_of(device)
+    contexts = compile_contexts(making.place, lowered.functions, {device.slug: ids}, making.progress)
     chip = {"soc_model": ids.soc_model, "htp_arch": ids.htp_arch, "contexts": contexts.models}
     return replace(
         lowered,

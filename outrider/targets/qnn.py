@@ -193,7 +193,7 @@ class NpuSessions:
 
     def _compiled(self, device: str | None) -> dict[int, Path]:
         """The compiled models for the SoC at hand, by width. Raises BackendError for those of another SoC."""
-        slug = device or (device_of(self.ids) if self.ids is not None else None)
+        slug = device or self._slug()
         files = {width: self.folder / name for width, name in self.meta.contexts.get(slug or "", {}).items()}
         for path in filter(Path.is_file, files.values()):
             ids = compiled_for(path)
@@ -204,6 +204,14 @@ class NpuSessions:
         if not files and self.meta.contexts:
             _log.info("nothing was compiled for %s, only for %s", slug, ", ".join(self.meta.contexts))
         return files
+
+    def _slug(self) -> str | None:
+        """Under which name models for the SoC at hand are kept: a profile's, or that of the user's own file."""
+        if self.ids is None:
+            return None
+        known = device_of(self.ids)
+        own = [name for name in self.meta.contexts if self.ids == self.meta.soc]
+        return known if known in self.meta.contexts or not own else own[0]
 
     def get(self, W: int) -> Any:
         """The session of a width."""

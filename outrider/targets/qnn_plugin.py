@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import BackendError, MissingExtraError, UsageError
-from outrider.targets.device import DEVICES, shipped_device
+from outrider.targets.device import DEVICES, Device, shipped_device
 
 __all__ = [
     "QNN",
@@ -31,6 +31,7 @@ __all__ = [
     "device_of",
     "emulator_speaks_on_stderr",
     "has_emulator",
+    "ids_of",
     "qnn_options",
     "qnn_plugin",
     "soc_name",
@@ -86,6 +87,19 @@ def soc_of(slug: str) -> SocIds:
     if slug not in _socs():
         raise UsageError(f"device {slug!r} has no Hexagon NPU that is known here; known: {_known_socs()}")
     return SocIds(*_socs()[slug])
+
+
+def ids_of(device: Device) -> SocIds:
+    """The ids in a device's profile, which may be a file of the user's.
+
+    Raises UsageError where it has none, BackendError for ids that the compiler would get wrong.
+    """
+    soc = device.soc
+    if soc.soc_model is None or soc.htp_arch is None:
+        raise UsageError(
+            f"device {device.slug!r} has no Hexagon NPU that is known here; known: {_known_socs()}"
+        )
+    return SocIds(str(int(soc.soc_model)), str(int(soc.htp_arch)))
 
 
 def device_of(ids: SocIds) -> str | None:
