@@ -15,6 +15,7 @@ from outrider.cli.options import (
     loading_options,
     open_pipeline,
     overwrite_option,
+    parse_drafting,
     parse_k,
     prompt_options,
     prompts_from,
@@ -25,6 +26,7 @@ from outrider.errors import UsageError
 if TYPE_CHECKING:
     from outrider.runtime.bench import Setting
     from outrider.runtime.pipeline import Pipeline
+    from outrider.runtime.request import Drafting
 
 __all__ = ["command"]
 
@@ -53,6 +55,13 @@ __all__ = ["command"]
     "drafters",
     multiple=True,
     help="Measure model or lookup only; may be given several times (default: all there are).",
+)
+@click.option(
+    "--drafting",
+    default="auto",
+    show_default=True,
+    help="Measure drafting before each verify (serial), beside it too (overlapped), or as it pays (auto); with"
+    " commas between.",
 )
 @click.option(
     "--repeats",
@@ -85,6 +94,7 @@ def command(bundle: Path, style: str, as_json_text: bool, **options: Any) -> Non
     style = "json" if as_json_text else style
     prompts = prompts_from(options)
     ks = [parse_k(part.strip()) for part in options.pop("ks").split(",") if part.strip()]
+    modes = [parse_drafting(part.strip()) for part in options.pop("drafting").split(",") if part.strip()]
     drafters, repeats = options.pop("drafters"), options.pop("repeats")
     tokens, prompt_tokens = options.pop("max_tokens"), options.pop("prompt_tokens")
     bar = ProgressBar()
@@ -92,7 +102,7 @@ def command(bundle: Path, style: str, as_json_text: bool, **options: Any) -> Non
     with open_pipeline(bundle, options, governor=False) as pipeline:
         if style == "md":
             click.echo("\n".join(map(str, pipeline.placement)))
-        settings = _settings(pipeline, drafters, ks)
+        settings = _settings(pipeline, drafters, ks, modes)
         rows = [bench_prefill(pipeline, prompt_tokens, repeats)]
         rows += bench(
             pipeline,
@@ -106,12 +116,24 @@ def command(bundle: Path, style: str, as_json_text: bool, **options: Any) -> Non
     click.echo(format_rows(rows, style))  # type: ignore[arg-type]
 
 
-def _settings(pipeline: Pipeline, drafters: tuple[str, ...], ks: list[int | str]) -> list[Setting]:
+def _settings(
+    pipeline: Pipeline, drafters: tuple[str, ...], ks: list[int | str], modes: list[Drafting]
+) -> list[Setting]:
     from outrider.runtime.bench import Setting
+    from outrider.runtime.overlap import can_overlap
 
     known = list(pipeline.engine.drafters)
     for name in drafters:
         if name not in known:
             raise UsageError(f"unknown drafter {name!r}; this bundle has {', '.join(known)}")
     chosen = drafters or tuple(known)
-    return [Setting(name, k) for name in chosen for k in ks if k != 0]  # type: ignore[arg-type]
+    able = {name: can_overlap(pipeline.engine.drafters[name]) for name in chosen}
+    if drafters and "overlapped" in modes and not any(able.values()):
+        raise UsageError(f"{', '.join(drafters)} cannot draft beside the target; leave --drafting out")
+    return [
+        Setting(name, k, mode)  # type: ignore[arg-type]
+        for name in chosen
+        for k in ks
+        for mode in modes
+        if k != 0 and (able[name] or mode != "overlapped")
+    ]

@@ -97,6 +97,10 @@ def summary(stats: Stats) -> str:
         parts.append(f"prompt {stats.prompt_tokens} at {stats.prompt_tokens_per_s:.0f} tokens/s")
     if stats.acceptance is not None:
         parts.append(f"acceptance {stats.acceptance:.2f} ({stats.accepted} of {stats.evaluated})")
+    if stats.overlapped_rounds:
+        held = f"{stats.guesses_held} of {stats.guesses} guesses held"
+        wasted = f"{stats.wasted_steps} of {stats.ahead_steps} draft steps for nothing"
+        parts.append(f"{stats.overlapped_rounds} rounds overlapped ({held}, {wasted})")
     if stats.paced_s >= LEAST_PAUSE_S:
         parts.append(f"paused {stats.paced_s:.1f} s to keep its limits")
     if stats.level not in (None, "nominal"):

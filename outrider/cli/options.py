@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from outrider.contracts import Sampling
     from outrider.runtime.bench import Prompt
     from outrider.runtime.pipeline import Pipeline
+    from outrider.runtime.request import Drafting
 
 __all__ = [
     "FiniteRange",
@@ -31,6 +32,7 @@ __all__ = [
     "loading_options",
     "open_pipeline",
     "overwrite_option",
+    "parse_drafting",
     "parse_k",
     "print_json",
     "prompt_options",
@@ -208,6 +210,13 @@ _DECODING = [
         help="Draft by model, by lookup, by either (auto), or not at all (none).",
     ),
     click.option(
+        "--drafting",
+        type=click.Choice(["auto", "serial", "overlapped"]),
+        default="auto",
+        show_default=True,
+        help="Draft before each verify (serial), beside it too (overlapped), or as it pays on two units (auto).",
+    ),
+    click.option(
         "--temp",
         "temperature",
         type=float,
@@ -373,6 +382,13 @@ def parse_k(text: str) -> int | str:
 
     refuse_k(int(text))
     return int(text)
+
+
+def parse_drafting(text: str) -> Drafting:
+    """`auto`, `serial` or `overlapped`."""
+    if text not in ("auto", "serial", "overlapped"):
+        raise UsageError(f"drafting is {text!r}; known: auto, serial, overlapped")
+    return cast("Drafting", text)
 
 
 def print_json(record: Any) -> None:

@@ -23,6 +23,7 @@ from outrider.runtime.stats import Stats
 if TYPE_CHECKING:
     from outrider.contracts import Sampling
     from outrider.runtime.pipeline import Pipeline, Result
+    from outrider.runtime.request import Drafting
 
 __all__ = [
     "BenchRow",
@@ -66,6 +67,8 @@ class BenchRow:
     energy_j_per_token: float | None = None
     identical_text: bool | None = None  # the same tokens as the plain run of the same prompts
     near_ties: int = 0
+    drafting: str | None = None
+    overlapped: float | None = None  # the share of rounds that were
 
 
 def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
@@ -133,15 +136,17 @@ def _first_of_each(prompts: Iterable[Prompt], limit: int) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to decode: a drafter's name (None = plain) and k."""
+    """A way to decode: a drafter's name (None = plain), k, and when it drafts."""
 
     drafter: str | None
     k: int | Literal["auto"]
+    drafting: Drafting = "auto"
 
     @property
     def label(self) -> str:
         """The name of the row."""
-        return "plain" if self.drafter is None else f"{self.drafter} k={self.k}"
+        mode = "" if self.drafting == "auto" else f" {self.drafting}"
+        return "plain" if self.drafter is None else f"{self.drafter} k={self.k}{mode}"
 
 
 @dataclass
@@ -153,6 +158,7 @@ class _Samples:
     rounds: int = 0
     tokens: int = 0
     near_ties: int = 0
+    overlapped: int = 0
     identical: bool = True
 
 
@@ -214,6 +220,7 @@ def _run(
         "sampling": sampling,
         "k": setting.k,
         "drafter": setting.drafter or "auto",
+        "drafting": setting.drafting,
     }
     results: list[Result] = []
     for turn in range(len(prompt.turns)):
@@ -263,6 +270,7 @@ def _record(cell: _Samples, answers: Answers, plain: Answers) -> None:
     cell.evaluated += stats.evaluated
     cell.accepted += stats.accepted
     cell.rounds += stats.rounds
+    cell.overlapped += stats.overlapped_rounds
     cell.tokens += len(answers.tokens)
 
 
@@ -281,7 +289,7 @@ def _pool(cells: Sequence[_Samples]) -> _Samples:
         total.rates += cell.rates
         total.ratios += cell.ratios
         total.identical &= cell.identical
-        for name in ("evaluated", "accepted", "rounds", "tokens", "near_ties"):
+        for name in ("evaluated", "accepted", "rounds", "tokens", "near_ties", "overlapped"):
             setattr(total, name, getattr(total, name) + getattr(cell, name))
     return total
 
@@ -301,6 +309,8 @@ def _row(category: str, setting: Setting, cell: _Samples) -> BenchRow:
         speedup=1.0 if plain else statistics.median(cell.ratios) if cell.ratios else None,
         identical_text=None if plain else cell.identical,
         near_ties=cell.near_ties,
+        drafting=None if plain else setting.drafting,
+        overlapped=cell.overlapped / cell.rounds if cell.rounds and not plain else None,
     )
 
 
@@ -325,6 +335,7 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
         "category",
         "drafter",
         "k",
+        "drafting",
         "n",
         "acceptance",
         "tok/round",
@@ -338,6 +349,7 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
             row.category,
             row.drafter or "-",
             row.k,
+            _drafting(row),
             str(row.n),
             "-" if row.acceptance is None else f"{row.acceptance:.2f}",
             "-" if row.tokens_per_round is None else f"{row.tokens_per_round:.2f}",
@@ -359,6 +371,12 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
 def _mean(row: BenchRow) -> str:
     spread = "" if row.tokens_per_s_sd is None else f" ± {row.tokens_per_s_sd:.1f}"
     return f"{row.tokens_per_s:.1f}{spread}"
+
+
+def _drafting(row: BenchRow) -> str:
+    if row.drafting is None:
+        return "-"
+    return f"{row.drafting} ({row.overlapped:.0%} overlapped)" if row.overlapped else row.drafting
 
 
 def _same_text(row: BenchRow) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from outrider.contracts import Sampling
 from outrider.errors import TraceError, UsageError
 from outrider.runtime.chat import ChatTemplate, Messages
+from outrider.runtime.request import Drafting
 from outrider.runtime.rounds import Engine, Request, Round
 from outrider.runtime.sampling import TokenLogprob
 from outrider.runtime.stats import Stats
@@ -36,7 +37,8 @@ class Options:
 
     `max_tokens` None goes on to the end of the context. The fields of `Sampling` (`temperature`, `top_p`,
     `seed`, ...) may be given beside these and replace those of `sampling`. `k` is the draft length, "auto"
-    for what pays, 0 for plain decoding. `drafter` names one, "auto" is any, None or "none" is plain. `stop`
+    for what pays, 0 for plain decoding. `drafter` names one, "auto" is any, None or "none" is plain. `drafting` is
+    "serial" (before each verify), "overlapped" (beside it too) or "auto" (as it pays on two units). `stop`
     strings end the text before their first character; `ignore_eos` writes past the model's own stop
     tokens. `logprobs` None is off, 0 gives each token's own, n the n most likely as well.
     `progress(done, total)` counts prompt tokens; `on_round` sees every `Round` and may return False to
@@ -47,6 +49,7 @@ class Options:
     sampling: Sampling = field(default_factory=Sampling)
     k: int | Literal["auto"] = "auto"
     drafter: str | None = "auto"
+    drafting: Drafting = "auto"
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -84,6 +87,7 @@ class Options:
             k=0 if self.drafter in (None, "none") else self.k,
             drafter=None if self.drafter in (None, "none", "auto") else self.drafter,
             logprobs=self.logprobs,
+            drafting=self.drafting,
         )
 
 
