@@ -25,6 +25,7 @@ from outrider.export.onnx import check_request, graph_meta
 from outrider.export.rope import rope_frequencies
 from outrider.export.slots import SlotWeights, matrix_slots
 from outrider.quantize.coreml_recipes import CoreMLRecipe, check_compressed, scheme_name
+from outrider.quantize.report import SlotReport
 
 __all__ = ["MASKED", "export_coreml_draft", "split_meta"]
 
@@ -58,57 +59,61 @@ def export_coreml_draft(
     """
     check_request(config, "split", max_context, widths, hidden_layers)
     system = get_target(target)
-    place.mkdir(parents=True, exist_ok=True)
-    recipe = fitted_recipe(weights, recipe, calibration, progress)
-    stream = stream_scale(weights, calibration)
-    write_table, name = TABLES[recipe.scheme_for("embedding") is None]
-    _, embedding, embedding_report = write_table(config, weights, place / name)
-    graphs = {
-        width: lay_out(
-            config,
-            weights,
-            max_context=max_context,
-            width=width,
-            hidden_layers=hidden_layers,
-            stream=stream,
-        )
-        for width in sorted(set(widths))
-    }
-    writer = PackageWriter(place / PACKAGE)
-    moments = slot_moments(weights, recipe, calibration)
-    stored = store_weights(graphs.values(), weights, recipe, writer, moments=moments, progress=progress)
-    reports = (embedding_report, *stored)
-    missing = set(matrix_slots(config)) - {report.slot for report in reports}
-    if missing:
-        raise ExportError(f"{len(missing)} slots were left without a weight, one is {min(missing)}")
-    check_compressed(recipe, reports)
-    functions = {str(width): f"w{width}" for width in graphs}
-    meta = {
-        **split_meta(config, max_context, tuple(graphs), hidden_layers),
-        "embedding": embedding,
-        "functions": functions,
-        "precision": recipe.name,
-        "target": target,
-    }
-    described = {
-        **(metadata or {}),
-        "outrider.widths": ",".join(functions),
-        "outrider.meta": json.dumps(meta, sort_keys=True),
-    }
-    programs = {f"w{width}": graph.function for width, graph in graphs.items()}
-    files = writer.close(programs, system, described)
+    with PackageWriter(place / PACKAGE) as writer:
+        recipe = fitted_recipe(weights, recipe, calibration, progress)
+        stream = stream_scale(weights, calibration)
+        write_table, table = TABLES[recipe.scheme_for("embedding") is None]
+        _, embedding, embedding_report = write_table(config, weights, place / table)
+        graphs = {
+            width: lay_out(
+                config,
+                weights,
+                max_context=max_context,
+                width=width,
+                hidden_layers=hidden_layers,
+                stream=stream,
+            )
+            for width in sorted(set(widths))
+        }
+        moments = slot_moments(weights, recipe, calibration)
+        stored = store_weights(graphs.values(), weights, recipe, writer, moments=moments, progress=progress)
+        reports = (embedding_report, *stored)
+        check_complete(config, recipe, reports)
+        meta = {
+            **split_meta(config, max_context, tuple(graphs), hidden_layers),
+            "embedding": embedding,
+            "functions": {str(width): f"w{width}" for width in graphs},
+            "precision": recipe.name,
+            "target": target,
+        }
+        programs = {f"w{width}": graph.function for width, graph in graphs.items()}
+        files = writer.finish(programs, system, described(meta, metadata or {}))
     return Lowered(
-        files=(*files, place / name),
+        files=(*files, place / table),
         meta=meta,
         slots=reports,
-        functions=functions,
-        embedding_file=place / name,
+        functions=meta["functions"],
+        embedding_file=place / table,
         notes={
             "operations": {name: len(program.operations) for name, program in programs.items()},
             "stream": stream,
             "overrides": {slot: scheme_name(scheme) for slot, scheme in recipe.overrides},
         },
     )
+
+
+def check_complete(config: ModelConfig, recipe: CoreMLRecipe, reports: Sequence[SlotReport]) -> None:
+    """Raise ExportError where a slot was left without a weight, or is not what the recipe says."""
+    missing = set(matrix_slots(config)) - {report.slot for report in reports}
+    if missing:
+        raise ExportError(f"{len(missing)} slots were left without a weight, one is {min(missing)}")
+    check_compressed(recipe, reports)
+
+
+def described(meta: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, str]:
+    """What the package says of itself: all that a reader of it alone must know."""
+    widths = ",".join(map(str, meta["widths"]))
+    return {**metadata, "outrider.widths": widths, "outrider.meta": json.dumps(meta, sort_keys=True)}
 
 
 def split_meta(

@@ -41,6 +41,7 @@ class BlobWriter:
             raise ExportError(f"a weight file holds no {kind!r} here; known: {', '.join(KINDS)}")
         number, bits = KINDS[kind]
         size = -(-array.size * bits // 8)
+        self._file.write(bytes(-self._file.tell() % ALIGNMENT))
         start = self._file.tell()
         record = struct.pack(
             "<IIQQQ", SENTINEL, number, size, start + ALIGNMENT, 8 * size - array.size * bits
@@ -52,7 +53,6 @@ class BlobWriter:
         else:
             for begin in range(0, flat.size, CHUNK):
                 self._file.write(pack_bits(flat[begin : begin + CHUNK], bits).data)
-        self._file.write(bytes(-size % ALIGNMENT))
         self._count += 1
         return start
 

@@ -76,7 +76,10 @@ class StoredWeight:
 
 
 class PackageWriter:
-    """One package: store weights and vectors by name, then close it with the functions that read them."""
+    """One package: store weights and vectors by name, then finish it with the functions that read them.
+
+    A context manager, which closes the weight file whatever happens.
+    """
 
     def __init__(self, place: Path) -> None:
         """`place` is the package's folder. Raises MissingExtraError without coremltools."""
@@ -85,6 +88,12 @@ class PackageWriter:
         (self.data / WEIGHTS).mkdir(parents=True, exist_ok=True)
         self._blob = BlobWriter(self.data / WEIGHTS / WEIGHT_FILE)
         self.stored: dict[str, StoredWeight] = {}
+
+    def __enter__(self) -> PackageWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._blob.close()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -103,7 +112,7 @@ class PackageWriter:
     def store_half(self, name: str, array: NDArray[np.floating[Any]]) -> None:
         """Keep a weight in half precision. Raises ExportError for values beyond it."""
         largest = float(np.abs(array).max(initial=0.0))
-        if not largest <= np.finfo(np.float16).max:
+        if not largest <= float(np.finfo(np.float16).max):
             raise ExportError(f"{name} reaches {largest:g}; float16 ends at 65504")
         self.store(name, "const", {"val": (array.astype(np.float16), "fp16")})
 
@@ -117,7 +126,7 @@ class PackageWriter:
         value.blobFileValue.offset = self._blob.add(array, kind)
         return value
 
-    def close(
+    def finish(
         self, functions: Mapping[str, MilFunction], target: DeploymentTarget, metadata: Mapping[str, str]
     ) -> tuple[Path, ...]:
         """Write specification and manifest; the first function is the default. Returns all files."""
@@ -130,7 +139,9 @@ class PackageWriter:
             self._describe(model.description.functions.add(), name, function)
             self._write(model.mlProgram.functions[name], function, target.opset)
         (self.data / MODEL).write_bytes(model.SerializeToString(deterministic=True))
-        self.files[0].write_text(json.dumps(manifest(), indent=4, sort_keys=True), encoding="utf-8")
+        # In the form that Core ML's own library gives it whenever it opens a package, so that its hash stays.
+        text = json.dumps(manifest(), indent=4, sort_keys=True) + "\n"
+        self.files[0].write_text(text, encoding="utf-8")
         return self.files
 
     def _describe(self, proto: Any, name: str, function: MilFunction) -> None:
