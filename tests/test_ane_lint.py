@@ -280,6 +280,14 @@ def test_every_rule_has_a_name_of_its_own_and_a_public_source() -> None:
     assert all(rule.source.startswith("https://") for rule in RULES)
 
 
+def test_the_document_lists_every_rule_with_its_severity_and_source() -> None:
+    document = (Path(__file__).parents[1] / "docs" / "apple.md").read_text()
+    rows = [line for line in document.splitlines() if line.startswith("| `")]
+    for rule in RULES:
+        (row,) = (row for row in rows if row.startswith(f"| `{rule.id}` | {rule.severity} | {rule.says} |"))
+        assert f"({rule.source})" in row
+
+
 PLAN = (
     PlannedOperation("w1", "a", "conv", "npu", ("cpu", "npu")),
     PlannedOperation("w1", "b", "gather", "cpu", ("cpu",)),

@@ -2,14 +2,14 @@
 
 Apple publishes no list of what its compiler for the Neural Engine takes. Every rule names the public page or issue
 that it comes from; what no page speaks of, no rule speaks of. Only a Mac can say where an operation really runs
-(`MLComputePlan`, see `ane_lint.py`). Sources were read in November 2026.
+(`MLComputePlan`, see `ane_lint.py`). Some sources are about Core AI, Apple's newer framework, or about the older
+neural network format, on the same hardware. Read in November 2026.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 import numpy as np
@@ -202,23 +202,17 @@ def _blockwise(function: FunctionOutline) -> Iterator[Spot]:
 
 
 def _lut_groups(function: FunctionOutline) -> Iterator[Spot]:
+    """A table [groups of each axis..., entries, width of an entry]; before iOS 18 there is one for all."""
     for step in function.program.operations:
         lut, indices = function.operand(step, "lut"), function.operand(step, "indices")
         if step.type != "constexpr_lut_to_dense" or lut is None or indices is None:
             continue
-        groups = [count for count in lut.shape[: len(indices.shape)] if count != 1]
-        if len(lut.shape) <= len(indices.shape) or not groups:
-            continue  # one table for the whole tensor
-        channels = max(size or 1 for size in indices.shape) if len(groups) > 1 else _grouped(lut, indices)
-        each = channels // prod(size or 1 for size in groups)
-        if each < MIN_LUT_GROUP:
-            yield Spot(step.output, f"{prod(size or 1 for size in groups)} tables, one for {each} channels")
-
-
-def _grouped(lut: MilType, indices: MilType) -> int:
-    """Channels of the one axis that the tables go along."""
-    axis = next(axis for axis, count in enumerate(lut.shape) if count != 1)
-    return indices.shape[axis] or 1
+        if len(lut.shape) != len(indices.shape) + 2:
+            continue
+        sizes = zip(indices.shape, lut.shape[:-2], strict=True)
+        shared = [size // groups for size, groups in sizes if size and groups and groups > 1]
+        if shared and min(shared) < MIN_LUT_GROUP:
+            yield Spot(step.output, f"a table for every {min(shared)} channels: {_dims(lut)}")
 
 
 def _softmax(function: FunctionOutline) -> Iterator[Spot]:
@@ -284,7 +278,7 @@ RULES: tuple[Rule, ...] = (
          "https://github.com/apple/coremltools/issues/2631", _state_alignment),
     Rule("indexed-write", "warning", "a write at a place that a tensor says crashed there",
          "https://github.com/apple/coreai-models/issues/5", _indexed_write),
-    Rule("blockwise-scale", "error", "scales for blocks are the GPU's format; its own are one for each channel",
+    Rule("blockwise-scale", "error", "scales for blocks are the GPU's format; for it, Apple recommends one a channel",
          f"{GUIDE}/opt-quantization-perf.html", _blockwise),
     Rule("lut-groups", "warning", f"lookup tables for fewer than {MIN_LUT_GROUP} channels each slow it down",
          f"{GUIDE}/opt-palettization-perf.html", _lut_groups),
