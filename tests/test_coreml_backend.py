@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from outrider.contracts import Graph, TopK
 from outrider.errors import BackendError, ContextError, MissingExtraError, UsageError
+from outrider.export.coreml import export_coreml_draft
+from outrider.quantize.coreml_recipes import coreml_recipe
 from outrider.targets import coreml_programs
 from outrider.targets.coreml import CoreMLGraph, refuse_another_graph
 from outrider.targets.coreml_profiles import CoreMLMeta, Forward, forwards
 from outrider.targets.coreml_programs import open_program
+from outrider.targets.coreml_reference import MilProgram
+from outrider.targets.coreml_reference.schema import load_schema
 from outrider.targets.npu_host import open_embedding
 from tests import coreml_toy, families, npu_toy
 
@@ -267,3 +272,96 @@ def test_what_opens_a_package_is_named_where_it_cannot(
     monkeypatch.setitem(coreml_programs.sys.modules, "coremltools", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'outrider\[coreml\]'"):
         open_program(tmp_path, "auto", "npu")
+
+
+class FakeModel:
+    """Core ML's Python model as far as it is used: single precision only in, one evaluator behind."""
+
+    made: ClassVar[list[tuple[str, str, str | None]]] = []
+
+    def __init__(
+        self, path: str, compute_units: Any = None, function_name: str | None = None, **more: Any
+    ) -> None:
+        assert not more
+        FakeModel.made.append((type(self).__name__, compute_units, function_name))
+        self.program = MilProgram.load(path.removesuffix("c"), function_name)
+        self.path = path
+
+    def get_compiled_model_path(self) -> str:
+        return f"{self.path}c"
+
+    def make_state(self) -> Any:
+        return self.program.make_state()
+
+    def predict(self, data: dict[str, Any], state: Any = None) -> dict[str, Any]:
+        assert all(array.dtype in (np.float32, np.int32) for array in data.values())
+        wanted = {
+            name: np.float16 if spec.dtype == "fp16" else np.int32
+            for name, spec in self.program.inputs.items()
+        }
+        found = self.program.predict(
+            {name: array.astype(wanted[name]) for name, array in data.items()}, state
+        )
+        return {name: array.astype(np.float32) for name, array in found.items()}
+
+
+class FakeCompiled(FakeModel):
+    pass
+
+
+def fake_coremltools() -> Any:
+    """A module in the place of coremltools on a Mac."""
+
+    def load_spec(path: str) -> Any:
+        model = load_schema().Model()
+        model.ParseFromString(next(Path(path).rglob("model.mlmodel")).read_bytes())
+        return model
+
+    units = {name: name for name in ("CPU_AND_NE", "CPU_AND_GPU", "CPU_ONLY")}
+    return SimpleNamespace(
+        ComputeUnit=units,
+        utils=SimpleNamespace(load_spec=load_spec),
+        models=SimpleNamespace(MLModel=FakeModel, CompiledMLModel=FakeCompiled),
+    )
+
+
+def exported(family: str, place: Path, recipe: str = "fp16") -> tuple[Any, dict[str, Any]]:
+    weights = families.weights_of(family, families.oracle(family))
+    lowered = export_coreml_draft(
+        weights.config, weights, coreml_recipe(recipe), place, max_context=families.CONTEXT, widths=(1, 2, 8)
+    )
+    return lowered, {**lowered.meta, "functions": dict(lowered.functions)}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_an_exported_family_stays_near_transformers_through_decoding_trees_and_windows(
+    tmp_path: Path, family: str
+) -> None:
+    lowered, described = exported(family, tmp_path)
+    graph = CoreMLGraph.load(lowered.files[0].parent, described, embedding=lowered.embedding_file)
+    assert (graph.via, graph.execution) == ("evaluator", "evaluator")
+    model = families.oracle(family)
+    families.check_decoding(graph, lambda tokens: families.reference_logits(model, tokens), 0.02)
+    graph.close()
+
+
+def test_on_a_mac_core_ml_compiles_a_package_once_and_runs_it_on_the_unit_of_the_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowered, described = exported("llama", tmp_path)
+    monkeypatch.setattr(coreml_programs.sys, "platform", "darwin")
+    monkeypatch.setitem(coreml_programs.sys.modules, "coremltools", fake_coremltools())
+    monkeypatch.setattr(FakeModel, "made", [])
+    graph = CoreMLGraph.load(lowered.files[0].parent, described, embedding=lowered.embedding_file, unit="npu")
+    assert (graph.via, graph.executed_artifact, graph.providers) == (
+        "artifact",
+        True,
+        ("Core ML CPU_AND_NE",),
+    )
+    model = families.oracle("llama")
+    families.check_decoding(graph, lambda tokens: families.reference_logits(model, tokens), 0.02)
+    assert sorted(FakeModel.made, key=lambda made: made[0] == "FakeCompiled") == [
+        ("FakeModel", "CPU_AND_NE", "w8"),
+        ("FakeCompiled", "CPU_AND_NE", "w1"),
+    ]
+    graph.close()
