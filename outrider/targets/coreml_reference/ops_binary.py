@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,30 +12,65 @@ from outrider.targets.coreml_reference.registry import operation
 
 __all__: list[str] = []
 
+Two = Callable[[Any, Any], Array]
+ARITHMETIC: dict[str, Two] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+}  # whole numbers wrap around
+# What these give is a truth value, or one of the two values.
+EXACT: dict[str, Two] = {
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "equal": np.equal,
+    "not_equal": np.not_equal,
+    "greater": np.greater,
+    "greater_equal": np.greater_equal,
+    "less": np.less,
+    "less_equal": np.less_equal,
+    "logical_and": np.logical_and,
+    "logical_or": np.logical_or,
+    "logical_xor": np.logical_xor,
+}
+DIVISIONS: dict[str, Two] = {"floor_div": np.floor_divide, "mod": np.mod}  # a remainder has the sign of y
 
-@operation("add")
-def add(x: Any, y: Any) -> Array:
-    """x + y; whole numbers wrap around."""
-    return np.add(wide(x), wide(y))
+
+def _arithmetic(function: Two) -> Two:
+    def compute(x: Any, y: Any) -> Array:
+        return function(wide(x), wide(y))
+
+    return compute
 
 
-@operation("sub")
-def sub(x: Any, y: Any) -> Array:
-    """x - y."""
-    return np.subtract(wide(x), wide(y))
+def _exact(function: Two) -> Two:
+    def compute(x: Any, y: Any) -> Array:
+        return function(x, y)
+
+    return compute
 
 
-@operation("mul")
-def mul(x: Any, y: Any) -> Array:
-    """x * y."""
-    return np.multiply(wide(x), wide(y))
+def _division(name: str, function: Two) -> Two:
+    def compute(x: Any, y: Any) -> Array:
+        if is_integer(y):
+            _refuse_zero(name, y)
+        return function(wide(x), wide(y))
+
+    return compute
+
+
+for _name, _function in ARITHMETIC.items():
+    operation(_name)(_arithmetic(_function))
+for _name, _function in EXACT.items():
+    operation(_name, rounds=False)(_exact(_function))
+for _name, _function in DIVISIONS.items():
+    operation(_name)(_division(_name, _function))
 
 
 @operation("real_div")
 def real_div(x: Any, y: Any) -> Array:
     """x / y. Of whole numbers only where it comes out whole: MIL does not say how it rounds otherwise."""
     if not (is_integer(x) and is_integer(y)):
-        return np.true_divide(wide(x), wide(y))
+        return np.asarray(np.true_divide(wide(x), wide(y)))
     _refuse_zero("real_div", y)
     quotient, remainder = np.divmod(x, y)
     if np.any(remainder):
@@ -44,100 +80,18 @@ def real_div(x: Any, y: Any) -> Array:
     return np.asarray(quotient)
 
 
-@operation("floor_div")
-def floor_div(x: Any, y: Any) -> Array:
-    """x / y, rounded towards minus infinity."""
-    if is_integer(y):
-        _refuse_zero("floor_div", y)
-    return np.floor_divide(wide(x), wide(y))
-
-
-@operation("mod")
-def mod(x: Any, y: Any) -> Array:
-    """The remainder of `floor_div`: it has the sign of y."""
-    if is_integer(y):
-        _refuse_zero("mod", y)
-    return np.mod(wide(x), wide(y))
-
-
 @operation("pow")
 def power(x: Any, y: Any) -> Array:
     """x to the power of y."""
     if is_integer(x) and is_integer(y) and np.any(np.less(y, 0)):
         refuse("pow", "y", y, "a whole number to a negative power is not whole")
-    return np.power(wide(x), wide(y))
-
-
-@operation("maximum", rounds=False)
-def maximum(x: Any, y: Any) -> Array:
-    """The larger of two values."""
-    return np.maximum(x, y)
-
-
-@operation("minimum", rounds=False)
-def minimum(x: Any, y: Any) -> Array:
-    """The smaller of two values."""
-    return np.minimum(x, y)
-
-
-@operation("equal", rounds=False)
-def equal(x: Any, y: Any) -> Array:
-    """Where x == y."""
-    return np.equal(x, y)
-
-
-@operation("not_equal", rounds=False)
-def not_equal(x: Any, y: Any) -> Array:
-    """Where x != y."""
-    return np.not_equal(x, y)
-
-
-@operation("greater", rounds=False)
-def greater(x: Any, y: Any) -> Array:
-    """Where x > y."""
-    return np.greater(x, y)
-
-
-@operation("greater_equal", rounds=False)
-def greater_equal(x: Any, y: Any) -> Array:
-    """Where x >= y."""
-    return np.greater_equal(x, y)
-
-
-@operation("less", rounds=False)
-def less(x: Any, y: Any) -> Array:
-    """Where x < y."""
-    return np.less(x, y)
-
-
-@operation("less_equal", rounds=False)
-def less_equal(x: Any, y: Any) -> Array:
-    """Where x <= y."""
-    return np.less_equal(x, y)
-
-
-@operation("logical_and", rounds=False)
-def logical_and(x: Any, y: Any) -> Array:
-    """Where both hold."""
-    return np.logical_and(x, y)
-
-
-@operation("logical_or", rounds=False)
-def logical_or(x: Any, y: Any) -> Array:
-    """Where at least one holds."""
-    return np.logical_or(x, y)
-
-
-@operation("logical_xor", rounds=False)
-def logical_xor(x: Any, y: Any) -> Array:
-    """Where exactly one holds."""
-    return np.logical_xor(x, y)
+    return np.asarray(np.power(wide(x), wide(y)))
 
 
 @operation("select", rounds=False)
 def select(cond: Any, a: Any, b: Any) -> Array:
     """a where cond holds, else b; the three broadcast."""
-    return np.where(cond, a, b)
+    return np.asarray(np.where(cond, a, b))
 
 
 def _refuse_zero(name: str, divisor: Any) -> None:

@@ -14,6 +14,8 @@ from outrider.targets.coreml_reference.registry import operation
 
 __all__: list[str] = []
 
+Index = tuple[Any, ...]
+
 
 @operation("conv")
 def conv(
@@ -48,7 +50,7 @@ def _pointwise(x: Array, weight: Array) -> Array:
     """[n, C, *D] with [N, C, 1...] -> [n, N, *D]."""
     n, C, *D = x.shape
     product = np.matmul(weight.reshape(-1, C), x.reshape(n, C, -1))  # [N, C] x [n, C, S] -> [n, N, S]
-    return product.reshape(n, -1, *D)
+    return np.asarray(product.reshape(n, -1, *D))
 
 
 def _windowed(
@@ -112,10 +114,12 @@ def _spread(x: Array, weight: Array, strides: Sequence[int], dilations: Sequence
     inputs = x.reshape(n, groups, C // groups, -1)  # [n, g, C / g, S]
     matrices = weight.reshape(groups, C // groups, weight.shape[1], *kernel).swapaxes(1, 2)
     for place in itertools.product(*map(range, kernel)):
-        added = np.matmul(matrices[(..., *place)], inputs).reshape(n, N, *D)  # [g, N / g, C / g] x inputs
+        here: Index = (..., *place)
+        added = np.matmul(matrices[here], inputs).reshape(n, N, *D)  # [g, N / g, C / g] x [n, g, C / g, S]
         offsets = [at * rate for at, rate in zip(place, dilations, strict=True)]
         spots = zip(offsets, strides, D, strict=True)
-        full[(..., *(slice(at, at + step * (size - 1) + 1, step) for at, step, size in spots))] += added
+        there: Index = (..., *(slice(at, at + step * (size - 1) + 1, step) for at, step, size in spots))
+        full[there] += added
     return full
 
 
@@ -136,8 +140,9 @@ def _kept(
 def _cut(full: Array, starts: Sequence[int], sizes: Sequence[int]) -> Array:
     """A copy of the part that is kept; zeros where it reaches past the sum, which no input value touches."""
     result = np.zeros((*full.shape[:2], *sizes), full.dtype)
-    part = full[(..., *(slice(start, start + size) for start, size in zip(starts, sizes, strict=True)))]
-    result[(..., *map(slice, part.shape[2:]))] = part
+    kept: Index = (..., *(slice(start, start + size) for start, size in zip(starts, sizes, strict=True)))
+    there: Index = (..., *map(slice, full[kept].shape[2:]))
+    result[there] = full[kept]
     return result
 
 

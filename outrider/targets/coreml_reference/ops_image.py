@@ -108,7 +108,7 @@ def _grid_points(name: str, size: int, new: int, mode: str) -> Array:
     else:
         known = "STRICT_ALIGN_CORNERS, ALIGN_CORNERS, DEFAULT, OFFSET_CORNERS and UNALIGN_CORNERS"
         refuse(name, "sampling_mode", mode, f"known are {known}")
-    return np.clip(points, 0, last)
+    return np.asarray(np.clip(points, 0, last))
 
 
 @operation("crop", rounds=False)

@@ -27,7 +27,7 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Array:
     product = np.matmul(rows, matrix.T).reshape(*values.shape[:-1], len(matrix))
     if bias is not None:
         product += wide(bias)
-    return product
+    return np.asarray(product)
 
 
 @operation("matmul")
@@ -39,7 +39,7 @@ def matmul(x: Any, y: Any, transpose_x: Any = False, transpose_y: Any = False) -
     inner = right.shape[-2] if right.ndim > 1 else right.shape[0]
     if left.shape[-1] != inner:
         refuse("matmul", "y", right.shape, f"it does not follow on x of {left.shape}")
-    return np.matmul(left, right)
+    return np.asarray(np.matmul(left, right))
 
 
 EQUATIONS = {"abcd,adce->abce": 4, "abc,cbd->abd": 3}  # in letters of their first appearance
@@ -59,7 +59,7 @@ def einsum(values: Any, equation: str) -> Array:
     left, right = (wide(value).swapaxes(-3, -2) for value in values)  # [B, H, C, W], [B, H, W, U]
     if left.shape[-1] != right.shape[-2]:
         refuse("einsum", "values", [value.shape for value in values], "the axis they share has two sizes")
-    return np.matmul(left, right).swapaxes(-3, -2)
+    return np.asarray(np.matmul(left, right).swapaxes(-3, -2))
 
 
 def _canonical(equation: str) -> str:
@@ -88,4 +88,4 @@ def scaled_dot_product_attention(query: Any, key: Any, value: Any, attn_mask: An
     if attn_mask is not None:
         added = wide(np.asarray(attn_mask))
         scores = np.where(added, scores, -np.inf) if added.dtype == np.bool_ else scores + added
-    return np.matmul(softmax(scores), wide(value))
+    return np.asarray(np.matmul(softmax(scores), wide(value)))

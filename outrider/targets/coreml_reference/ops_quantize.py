@@ -24,7 +24,7 @@ def quantize(input: Any, scale: Any, output_dtype: str, zero_point: Any = None, 
     steps = np.rint(values / _aligned("quantize", scale, values, axis))
     if zero_point is not None:
         steps = steps + _aligned("quantize", zero_point, values, axis).astype(np.float32)
-    return np.clip(steps, limits.min, limits.max).astype(kind)
+    return np.asarray(np.clip(steps, limits.min, limits.max).astype(kind))
 
 
 @operation("dequantize")

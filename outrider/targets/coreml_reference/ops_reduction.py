@@ -108,7 +108,7 @@ def _order(x: Array, axis: int, ascending: bool) -> Array:
         return np.argsort(x, axis, kind="stable")
     # Sorting the reversed axis and reading it backwards keeps equal values in order, for every type.
     backwards = np.argsort(np.flip(x, axis), axis, kind="stable")
-    return x.shape[axis] - 1 - np.flip(backwards, axis)
+    return np.asarray(x.shape[axis] - 1 - np.flip(backwards, axis))
 
 
 @operation("topk", rounds=False)

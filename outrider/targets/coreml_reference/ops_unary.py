@@ -67,19 +67,19 @@ for _name, _function in EXACT.items():
 @operation("log")
 def log(x: Any, epsilon: Any = 1e-45) -> Array:
     """The natural logarithm of x + epsilon."""
-    return np.log(wide(x) + np.float32(epsilon))
+    return np.asarray(np.log(wide(x) + np.float32(epsilon)))
 
 
 @operation("rsqrt")
 def rsqrt(x: Any, epsilon: Any = 1e-12) -> Array:
     """1 / sqrt(x + epsilon)."""
-    return np.float32(1) / np.sqrt(wide(x) + np.float32(epsilon))
+    return np.asarray(np.float32(1) / np.sqrt(wide(x) + np.float32(epsilon)))
 
 
 @operation("inverse")
 def inverse(x: Any, epsilon: Any = 1e-4) -> Array:
     """1 / (x + epsilon)."""
-    return np.float32(1) / (wide(x) + np.float32(epsilon))
+    return np.asarray(np.float32(1) / (wide(x) + np.float32(epsilon)))
 
 
 @operation("clip")
@@ -87,13 +87,13 @@ def clip(x: Any, alpha: Any, beta: Any) -> Array:
     """x within [alpha, beta]."""
     if alpha > beta:
         refuse("clip", "alpha", alpha, f"it is above beta = {beta!r}")
-    return np.minimum(np.maximum(wide(x), wide(alpha)), wide(beta))
+    return np.asarray(np.minimum(np.maximum(wide(x), wide(alpha)), wide(beta)))
 
 
 @operation("threshold", rounds=False)
 def threshold(x: Any, alpha: Any) -> Array:
     """x, or alpha where x is below it."""
-    return np.maximum(x, alpha)
+    return np.asarray(np.maximum(x, alpha))
 
 
 @operation("cast")
@@ -136,7 +136,7 @@ def error_function(x: Any) -> Array:
     rise = values[left + 1] - values[left]
     bend_left, bend_right = slopes[left] - rise, rise - slopes[left + 1]
     smooth = values[left] + t * (rise + (1 - t) * ((1 - t) * bend_left + t * bend_right))
-    return np.where(np.isnan(x), x, np.copysign(smooth, x)).astype(np.float32)
+    return np.asarray(np.where(np.isnan(x), x, np.copysign(smooth, x)).astype(np.float32))
 
 
 @cache
