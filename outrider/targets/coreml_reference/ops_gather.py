@@ -57,6 +57,7 @@ def scatter(
 ) -> Array:
     """A copy of data with slices along an axis replaced by, or combined with, those of updates."""
     along, places = axis_of("scatter", axis, data.ndim), np.asarray(indices)
+    updates = np.asarray(updates)  # a scalar where data is a vector and the index a scalar
     expected = (*data.shape[:along], *places.shape, *data.shape[along + 1 :])
     if updates.shape != expected:
         refuse("scatter", "updates", updates.shape, f"they must be {expected}")
