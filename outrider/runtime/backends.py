@@ -7,11 +7,13 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from outrider.contracts import Graph
-from outrider.errors import UsageError
+from outrider.errors import BackendError, BundleError, UsageError
 from outrider.manifest import GraphEntry, bundle_path
+from outrider.targets.core_sets import cores_of, unit_kind
 
 __all__ = ["BACKENDS", "UNITS", "Opener", "RoleOptions", "graph_meta", "open_npu", "why_passed_over"]
 
@@ -24,8 +26,9 @@ QNN_PROVIDER = "QNNExecutionProvider"
 class RoleOptions:
     """How one role is to be run: by which backend, on which execution providers in order, how many threads.
 
-    `provider_options` are by provider name, `unit` is one of `UNITS`. None leaves the choice to the bundle and
-    the backend.
+    `provider_options` are by provider name, `unit` is one of `UNITS`, or a core set of this computer as `cpu:2-3`
+    (`targets.core_sets`), which says how many threads there are too. None leaves the choice to the bundle and the
+    backend.
     """
 
     backend: str | None = None
@@ -38,10 +41,19 @@ class RoleOptions:
         """Refuse an unknown backend or unit and an impossible number of threads."""
         if self.backend is not None and self.backend not in BACKENDS:
             raise UsageError(f"unknown backend {self.backend!r}; known: {', '.join(BACKENDS)}")
-        if self.unit is not None and self.unit not in UNITS:
-            raise UsageError(f"unknown unit {self.unit!r}; known: {', '.join(UNITS)}")
+        if self.unit is not None and unit_kind(self.unit) not in UNITS:
+            raise UsageError(f"unknown unit {self.unit!r}; known: {', '.join(UNITS)}, and core sets as cpu:0")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"threads is {self.threads}; it must be at least 1")
+        if self.threads is not None and self.cores is not None and self.threads > len(self.cores):
+            raise UsageError(
+                f"threads is {self.threads}, but {self.unit!r} has {len(self.cores)} cores; leave threads out"
+            )
+
+    @property
+    def cores(self) -> tuple[int, ...] | None:
+        """The cores of a core set; None where the unit is none. Raises UsageError for cores that are not there."""
+        return cores_of(self.unit)
 
 
 Opener = Callable[[str | os.PathLike[str], GraphEntry, RoleOptions], Graph]
@@ -53,7 +65,7 @@ def why_passed_over(role: str, graph: GraphEntry, options: RoleOptions) -> str |
         return f"this outrider has no backend {graph.backend!r}; known: {', '.join(BACKENDS)}"
     if options.backend not in (None, graph.backend):
         return f"the backend {options.backend!r} was asked for"
-    if options.unit not in (None, graph.unit):
+    if options.unit is not None and unit_kind(options.unit) != graph.unit:
         return f"the unit {options.unit!r} was asked for"
     if options.providers:
         reason = _unlike_providers(graph, options.providers[0])
@@ -138,6 +150,7 @@ def _open_onnxruntime(directory: str | os.PathLike[str], graph: GraphEntry, opti
         providers=providers,
         provider_options=[{key: str(v) for key, v in given.get(name, {}).items()} for name in providers],
         session_options=graph.options.get("session_options"),
+        cores=options.cores,
     )
 
 
@@ -160,6 +173,7 @@ def open_npu(
     """Open the static graphs of a Hexagon NPU through the QNN plugin of ONNX Runtime, or by the CPU's kernels."""
     from outrider.targets.qnn import NpuGraph
 
+    _refuse_unlisted(graph)
     opened: Graph = NpuGraph.load(
         bundle_path(directory, graph.path),
         {**graph_meta(graph), "functions": dict(graph.functions)},
@@ -171,15 +185,34 @@ def open_npu(
     return opened
 
 
+def _refuse_unlisted(graph: GraphEntry) -> None:
+    """Raise BundleError for a model that is not among the graph's files: nothing checks it, wherever it is."""
+    contexts = graph.options.get("contexts", {})
+    compiled = [name for by_width in contexts.values() for name in by_width.values()]
+    folder = PurePosixPath(graph.path).parent
+    for name in map(str, (*graph.functions.values(), *compiled)):
+        if (folder / name).as_posix() not in graph.files:
+            raise BundleError(
+                f"{name!r} is named by {graph.path} but absent from its files; export the bundle again"
+            )
+
+
 def _open_executorch(directory: str | os.PathLike[str], graph: GraphEntry, options: RoleOptions) -> Graph:
     """Open a .pte with ExecuTorch."""
     from outrider.targets.executorch import ExecutorchGraph
 
-    opened: Graph = ExecutorchGraph.load(
+    cores = options.cores
+    if cores is not None and len(cores) > 1:
+        raise BackendError(
+            f"ExecuTorch's threads belong to the whole process and cannot be kept on {options.unit}; name one core, or"
+            " a graph for ONNX Runtime"
+        )
+    opened = ExecutorchGraph.load(
         bundle_path(directory, graph.path),
         {**graph_meta(graph), "functions": dict(graph.functions)},
-        threads=options.threads,
+        threads=options.threads if cores is None else 1,
     )
+    opened.cores = cores
     return opened
 
 

@@ -25,6 +25,7 @@ from outrider.runtime.rounds import Engine
 from outrider.runtime.text import Tokenizer
 from outrider.runtime.timing import known_costs, machine_line
 from outrider.runtime.vocab_map import read_vocab_map
+from outrider.targets.core_sets import cores_of, refuse_shared, unit_kind
 
 if TYPE_CHECKING:
     from outrider.power.monitor import Monitor
@@ -55,6 +56,7 @@ class Placement:
     def __str__(self) -> str:
         """One line, and one more for each graph passed over."""
         where = f"{self.backend} on {', '.join(self.providers) or self.unit}"
+        where += f" on {self.unit}" if ":" in self.unit else ""
         where += ", EMULATED" if self.emulated else ""
         lines = [f"{self.role}: {self.path} ({self.profile}) by {where}"]
         return "\n  passed over ".join([*lines, *self.passed_over])
@@ -92,7 +94,8 @@ def load(
     out, and drafting to n-gram lookup. `verify` "full" also hashes every file. `max_context` holds fewer
     tokens than the bundle allows (the memory of the cache stays: its length is part of the graph).
     Providers are ONNX Runtime's, by name, with options per name. A unit is "cpu", "gpu" or "npu"; a graph that
-    only an emulator can run here is passed over unless its unit is asked for.
+    only an emulator can run here is passed over unless its unit is asked for. On Linux it can be a core set,
+    "cpu:0" or "cpu:2-3": the role then has a thread on each of these cores, and they are its own.
 
     From `objective` on: what heat and power may ask of drafts and pauses (never of the text); see
     `runtime.open_pacer.Governing`. By default drafts get shorter where a sensor says that the machine is hot;
@@ -107,6 +110,7 @@ def load(
         ),
         "draft": RoleOptions(draft_backend, draft_providers, draft_provider_options, threads, draft_unit),
     }
+    refuse_shared(target_unit, draft_unit)
     if verify not in ("size", "full"):
         raise UsageError(f"verify is {verify!r}; known: size, full")
     governing = Governing(
@@ -162,7 +166,9 @@ def _assemble(
             near_tie=_near_tie(manifest),
             planner=Planner(known_costs(manifest, placement, machine)),
             pacer=pacer,
+            apart=("model",) if _apart(placement) else (),
         )
+        stack.callback(engine.settle)
         template = _template(directory, manifest, tokenizer)
         return Pipeline(
             engine,
@@ -197,7 +203,7 @@ def open_role(
                 reason, level = str(error), logging.WARNING
             else:
                 opened.max_context = min(opened.max_context, max_context or opened.max_context)
-                return opened, _placed(role, graph, opened, passed)
+                return opened, _placed(role, graph, opened, passed, options)
         passed.append(f"{graph.path} ({graph.backend}, {graph.unit}): {reason}")
         _log.log(level, "%s: passed over %s", role, passed[-1])
     way_out = "; draft=False decodes without it" if role == "draft" else ""
@@ -295,12 +301,23 @@ def _refuse_options(options: RoleOptions, why: str) -> None:
         raise UsageError(f"draft_{given[0]} was given, but {why}; leave it out")
 
 
-def _placed(role: str, graph: GraphEntry, opened: Graph, passed: Sequence[str]) -> Placement:
+def _apart(placement: Sequence[Placement]) -> bool:
+    """Whether target and draft have units of their own, so that both can work at once."""
+    units = [placed.unit for placed in placement]
+    if len(units) < 2 or any(placed.emulated for placed in placement):
+        return False
+    kinds = {unit_kind(unit) for unit in units}
+    return len(kinds) > 1 or all(cores_of(unit) is not None for unit in units)
+
+
+def _placed(
+    role: str, graph: GraphEntry, opened: Graph, passed: Sequence[str], options: RoleOptions
+) -> Placement:
     providers = tuple(getattr(opened, "providers", ()))
     return Placement(
         role,
         graph.backend,
-        graph.unit,
+        graph.unit if options.cores is None else options.unit or graph.unit,
         graph.profile,
         graph.path,
         graph.prefill_width,
@@ -327,9 +344,14 @@ def draft_ids(directory: str | os.PathLike[str], graph: GraphEntry) -> IntArray 
 
     Raises BundleError for a map that is damaged or belongs to another graph.
     """
-    if graph.vocab_map is None:
-        return None
     rows = graph.options.get("embedding_rows")
+    if graph.vocab_map is None:
+        if rows is not None and graph.vocab_size < rows:
+            raise BundleError(
+                f"{graph.path} has {graph.vocab_size} logits for {rows} ids and no vocab_map that says which they are; "
+                "export the bundle again"
+            )
+        return None
     return read_vocab_map(bundle_path(directory, graph.vocab_map), graph.vocab_size, rows)
 
 
