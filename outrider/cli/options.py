@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FiniteRange",
     "ProgressBar",
+    "Unit",
     "bundle_argument",
     "decoding_options",
     "existing_bundle",
@@ -55,6 +56,22 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+class Unit(click.ParamType):  # type: ignore[type-arg]
+    """`cpu`, `gpu`, `npu`, or a core set of the CPU as `cpu:2-3`."""
+
+    name = "unit"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """What help shows."""
+        return "[cpu|gpu|npu|cpu:CORES]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The unit as it is written; whether there are such cores, loading knows."""
+        if value not in ("cpu", "gpu", "npu") and not str(value).startswith("cpu:"):
+            self.fail(f"{value!r} is not one of 'cpu', 'gpu', 'npu', or a core set as 'cpu:0'.", param, ctx)
+        return str(value)
 
 
 def existing_bundle(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
@@ -102,13 +119,14 @@ _LOADING = [
     ),
     click.option(
         "--target-unit",
-        type=click.Choice(["cpu", "gpu", "npu"]),
-        help="Run the target on this unit, with a graph that was made for it (default: the first that can run).",
+        type=Unit(),
+        help="Run the target on this unit, with a graph that was made for it (default: the first that can run);"
+        " cpu:2-3 are these cores of it, for the target alone.",
     ),
     click.option(
         "--draft-unit",
-        type=click.Choice(["cpu", "gpu", "npu"]),
-        help="Run the draft on this unit; npu is emulated, slowly, where there is none.",
+        type=Unit(),
+        help="Run the draft on this unit, as cpu:0; npu is emulated, slowly, where there is none.",
     ),
     click.option(
         "--target-backend",

@@ -51,12 +51,17 @@ def cores() -> int:
 
 def machine_line(placement: Sequence[Placement], threads: int | None) -> str:
     """What a time depends on beside the bundle, in one line: two equal lines may share their costs."""
-    where = "; ".join(f"{role.role} by {', '.join(role.providers) or role.unit}" for role in placement)
+    where = "; ".join(f"{role.role} by {_place(role)}" for role in placement)
     libraries = [_library(name) for name in dict.fromkeys(role.backend for role in placement)]
     return (
         f"{processor()}, {platform.machine()}, {cores()} cores, {threads or cores()} threads, "
         f"{', '.join(libraries)}; {where}"
     )
+
+
+def _place(role: Placement) -> str:
+    cores = f" on {role.unit}" if ":" in role.unit else ""
+    return f"{', '.join(role.providers) or role.unit}{cores}"
 
 
 def _library(backend: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from outrider.contracts import BoolArray, Float32Array, IntArray, LogitsRequest, Output, TopK, TopRows
 from outrider.errors import BackendError, ContextError
+from outrider.targets.core_sets import pinned
 from outrider.targets.graph_meta import GraphMeta
 
 __all__ = ["CachedGraph", "Runner", "requested_rows", "top_rows"]
@@ -40,8 +41,9 @@ class Runner(Protocol):
 
 
 class CachedGraph:
-    """A `contracts.Graph` around a `Runner`; `library` is named in errors."""
+    """A `contracts.Graph` around a `Runner`; `library` is named in errors. `cores` keep its caller there, if set."""
 
+    cores: tuple[int, ...] | None = None
     hidden_layers: tuple[int, ...]
 
     def __init__(self, meta: GraphMeta, runner: Runner, library: str) -> None:
@@ -78,7 +80,8 @@ class CachedGraph:
         rows = requested_rows(logits, S)
         self._pending = 0
         try:
-            values, states = self._runner.run(ids, self._positions[: self._length + S], mask, rows)
+            with pinned(self.cores):
+                values, states = self._runner.run(ids, self._positions[: self._length + S], mask, rows)
         except RuntimeError as error:
             raise BackendError(
                 f"{self.library} failed in a forward of {S} tokens after {self._length}: {error}; the graph and its "

@@ -11,7 +11,7 @@ import onnxruntime as ort
 from outrider.errors import BackendError
 from outrider.targets.huge_pages import new_memory_on_huge_pages
 
-__all__ = ["CPU", "Sessions", "described"]
+__all__ = ["CPU", "Sessions", "affinities", "described"]
 
 CPU = "CPUExecutionProvider"
 
@@ -45,6 +45,15 @@ ENTRIES = {
     "session.force_spinning_stop": "1",  # the threads of an idle graph must not take the cores of a busy one
     "session.use_device_allocator_for_initializers": "1",  # weights apart from scratch memory
 }
+
+
+def affinities(cores: Sequence[int] | None, threads: int | None = None) -> dict[str, str]:
+    """The entry that keeps a session's own threads on cores, one each; the first core is the caller's.
+
+    ONNX Runtime counts processors from 1.
+    """
+    own = [] if cores is None else cores[1 : threads or len(cores)]
+    return {"session.intra_op_thread_affinities": ";".join(str(core + 1) for core in own)} if own else {}
 
 
 class Sessions:

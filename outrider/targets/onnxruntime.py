@@ -15,7 +15,7 @@ from outrider.errors import BackendError
 from outrider.targets.cached_graph import CachedGraph, top_rows
 from outrider.targets.graph_meta import GraphMeta
 from outrider.targets.onnx_profiles import RUNNERS
-from outrider.targets.onnx_session import CPU, Sessions, described
+from outrider.targets.onnx_session import CPU, Sessions, affinities, described
 
 __all__ = ["GraphMeta", "OnnxGraph", "top_rows"]
 
@@ -38,8 +38,11 @@ class OnnxGraph(CachedGraph):
         providers: Sequence[str] = (CPU,),
         provider_options: Sequence[Mapping[str, str]] | None = None,
         session_options: Mapping[str, str] | None = None,
+        cores: Sequence[int] | None = None,
     ) -> OnnxGraph:
         """Open a graph. `session_options` are ONNX Runtime's configuration entries by name.
+
+        With `cores` it has one thread on each, or `threads` on the first of them; the caller of `forward` is the first.
 
         Raises BackendError when the file is missing or damaged, is another graph than `meta` describes, or a
         provider is not there.
@@ -50,11 +53,18 @@ class OnnxGraph(CachedGraph):
                 f"{path}: profile {record.profile!r} is not known; known: {', '.join(RUNNERS)}"
             )
         sessions = Sessions(
-            Path(path), record.max_context, threads, providers, provider_options, session_options or {}
+            Path(path),
+            record.max_context,
+            threads if cores is None else threads or len(cores),
+            providers,
+            provider_options,
+            {**(session_options or {}), **affinities(cores, threads)},
         )
         session = sessions.get((record.widths[0], 1) if record.widths else None)
         record.refuse_another_graph(described(session), sessions.path)
-        return cls(record, sessions, session.get_providers())
+        graph = cls(record, sessions, session.get_providers())
+        graph.cores = None if cores is None else (cores[0],)  # the other threads have the others
+        return graph
 
     def close(self) -> None:
         """Free sessions and buffers; closing twice is allowed."""

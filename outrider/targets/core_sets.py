@@ -1,0 +1,97 @@
+"""Core sets of this computer as units: `cpu:0`, `cpu:2-3`, `cpu:0,2-3`.
+
+A library's own threads are pinned when it starts them. The thread that calls it works as one of them and is not,
+so it is pinned for as long as a forward takes, and free again after it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from outrider.errors import UsageError
+
+__all__ = ["cores_of", "pinned", "refuse_shared", "unit_kind", "usable_cores"]
+
+
+def unit_kind(unit: str) -> str:
+    """The kind of a unit: `cpu` for `cpu:2-3`."""
+    return unit.partition(":")[0]
+
+
+def cores_of(unit: str | None) -> tuple[int, ...] | None:
+    """The cores of a core set, ascending; None for a unit without one.
+
+    Raises UsageError for what is no core set, and for cores that this process may not use.
+    """
+    kind, colon, text = (unit or "").partition(":")
+    if not colon:
+        return None
+    if kind != "cpu":
+        raise UsageError(f"unit {unit!r}: only the cpu has core sets, as cpu:0 or cpu:2-3")
+    cores = sorted({core for part in text.split(",") for core in _range(unit or "", part.strip())})
+    usable = usable_cores()
+    absent = [core for core in cores if core not in usable]
+    if absent:
+        raise UsageError(
+            f"unit {unit!r}: there is no core {absent[0]} that this process may use; it may use cpu:{_listed(usable)}"
+        )
+    return tuple(cores)
+
+
+def _range(unit: str, part: str) -> Sequence[int]:
+    first, dash, last = part.partition("-")
+    if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+        raise UsageError(
+            f"unit {unit!r}: {part!r} is no core and no range; write cpu:0, cpu:2-3 or cpu:0,2-3"
+        )
+    if dash and int(last) - int(first) > 4096:
+        raise UsageError(f"unit {unit!r}: {part!r} is more cores than any computer has")
+    return range(int(first), int(last if dash else first) + 1)
+
+
+def usable_cores() -> tuple[int, ...]:
+    """The cores that this process may use. Raises UsageError where the system cannot pin threads to cores."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise UsageError("core sets need Linux: this system cannot pin a thread to a core; use the unit cpu")
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def _listed(cores: Sequence[int]) -> str:
+    """Cores as a core set is written: 0-3,8."""
+    parts: list[list[int]] = []
+    for core in cores:
+        if parts and core == parts[-1][-1] + 1:
+            parts[-1].append(core)
+        else:
+            parts.append([core])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def refuse_shared(target: str | None, draft: str | None) -> None:
+    """Raise UsageError where two roles name core sets that share a core: each is one role's alone."""
+    one, two = cores_of(target), cores_of(draft)
+    shared = sorted(set(one or ()) & set(two or ()))
+    if not shared:
+        return
+    left = [core for core in usable_cores() if core not in (one or ())]
+    way_out = f"draft_unit='cpu:{_listed(left)}' would do" if left else "give the target fewer cores"
+    raise UsageError(
+        f"target_unit {target!r} and draft_unit {draft!r} share core {shared[0]}, and a core set belongs to one role; "
+        f"{way_out}, or name the unit cpu for both"
+    )
+
+
+@contextmanager
+def pinned(cores: Sequence[int] | None) -> Iterator[None]:
+    """Keep the calling thread on these cores while the block runs; None leaves it alone."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
