@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import outrider
-from outrider.errors import BackendError, OutriderError, UsageError
+from outrider.errors import BackendError, ExportError, OutriderError, UsageError
 from outrider.export import role_graphs
 from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
 from outrider.targets.qnn_plugin import has_emulator
@@ -157,3 +157,17 @@ def test_an_option_that_one_planned_graph_reads_is_taken(
     code, _, err = run_main("export", "-m", "no-such-model", "-o", str(tmp_path / "b"), *words)
     assert code == 2
     assert "'no-such-model' is no file" in err
+
+
+def test_a_palette_that_does_not_divide_a_weight_is_refused_before_any_work(
+    tiny_models: dict[str, Path], export_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The tiny target has 328 ids, and lut6 gives every 16 rows of the head a palette."""
+    stages: list[str] = []
+    pair = (tiny_models["target"], "int8"), (tiny_models["target"], "int8")
+    options = {"device": "iphone-16-pro", "progress": lambda stage, part: stages.append(stage)}
+    with pytest.raises(
+        ExportError, match=r"head has 328 rows, and a palette for every 16 .* lut6-g<divisor>"
+    ):
+        export_tiny(tmp_path / "bundle", *pair, **options)
+    assert stages == []

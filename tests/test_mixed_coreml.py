@@ -111,12 +111,18 @@ def test_reject_has_the_targets_distribution(open_graph: OpenGraph, target: str,
 
 
 @pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, write_model: Callable[..., Path]) -> Path:
+    """A tiny llama whose vocabulary palettes divide."""
+    return write_model(tmp_path_factory.mktemp("model"), layers=1, vocab=336, seed=0)
+
+
+@pytest.fixture(scope="module")
 def apple_bundle(
-    tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path], export_tiny: Callable[..., Any]
+    tmp_path_factory: pytest.TempPathFactory, model: Path, export_tiny: Callable[..., Any]
 ) -> Path:
     """A float target and itself as the draft, for an iPhone, with a target whose cache the app keeps as well."""
     folder = tmp_path_factory.mktemp("apple") / "bundle"
-    role = (tiny_models["target"], "fp32")
+    role = (model, "fp32")
     options = {"split_target": True, "max_context": 128, "widths": (1, 2, 5, 16), "draft_widths": (1, 2, 16)}
     export_tiny(folder, role, role, device="iphone-16-pro", **options)
     return folder
@@ -266,12 +272,12 @@ def test_on_a_mac_packages_come_first(apple_bundle: Path, monkeypatch: pytest.Mo
 
 
 def test_the_demo_of_an_iphone_proves_its_draft_and_leaves_the_text_alone(
-    tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from outrider.cli import cli, demo
 
-    model = str(tiny_models["target"])
-    monkeypatch.setitem(demo.PAIRS, "smollm2", demo.Pair(model, "fp32", model, "fp32", "a tiny pair"))
+    pair = demo.Pair(str(model), "fp32", str(model), "fp32", "a tiny pair")
+    monkeypatch.setitem(demo.PAIRS, "smollm2", pair)
     words = ["demo", "--device", "iphone-16-pro", "-o", str(tmp_path / "bundle")]
     done = CliRunner().invoke(cli, words, catch_exceptions=False)
     assert done.exit_code == 0

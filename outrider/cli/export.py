@@ -89,6 +89,18 @@ __all__ = ["command", "describe", "proof_line"]
     help="Quantize the draft's Core ML graph by this recipe: fp16, lut6, lut4, lut4-mix, int8 (default: lut6).",
 )
 @click.option(
+    "--coreml-override",
+    "coreml_overrides",
+    default="",
+    help="Give slots of the target's Core ML graphs a scheme of their own, as 'layers.*.down=int8,head=lut6-g8'.",
+)
+@click.option(
+    "--coreml-draft-override",
+    "coreml_draft_overrides",
+    default="",
+    help="Give slots of the draft's Core ML graph a scheme of their own.",
+)
+@click.option(
     "--deployment-target",
     type=click.Choice(["ios18", "ios26"]),
     help="Let Core ML graphs need this system or a newer one (default: ios18, which is macOS 15 too).",
@@ -162,6 +174,7 @@ def command(ctx: click.Context, /, as_json_text: bool, **given: Any) -> None:
             given["overrides"],
             given["revision"],
             coreml_precision=given["coreml_precision"],
+            coreml_overrides=given["coreml_overrides"],
             **_accelerated(given),
         ),
         draft=_draft(given),
@@ -218,11 +231,17 @@ def _draft(given: dict[str, Any]) -> RoleOptions | None:
         "draft_context",
         "draft_widths",
         "coreml_draft_precision",
+        "coreml_draft_overrides",
     )
     if given["draft_model"]:
         precision, overrides, revision, vocab, *_ = (given[name] for name in names)
         role = RoleOptions(given["draft_model"], precision or "int4", overrides, revision, vocab=vocab)
-        return replace(role, coreml_precision=given["coreml_draft_precision"], **_accelerated(given))
+        return replace(
+            role,
+            coreml_precision=given["coreml_draft_precision"],
+            coreml_overrides=given["coreml_draft_overrides"],
+            **_accelerated(given),
+        )
     stray = next((name for name in names if given[name]), None)
     if stray is not None:
         option = stray.removesuffix("s").replace("_", "-")

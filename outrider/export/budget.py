@@ -16,7 +16,7 @@ from outrider.export.config import ModelConfig
 from outrider.export.device_plans import GraphPlan, device_backends, plan_graphs
 from outrider.export.options import ExportOptions
 from outrider.export.slots import matrix_slots, slot_shape
-from outrider.quantize.coreml_recipes import CoreMLScheme, Palette, coreml_recipe
+from outrider.quantize.coreml_recipes import CoreMLRecipe, CoreMLScheme, Palette
 from outrider.quantize.npu_recipes import get_npu_recipe
 from outrider.quantize.schemes import AnyScheme, BlockInt, Carry, DynamicInt8, Float
 from outrider.targets.device import Device
@@ -237,7 +237,7 @@ def estimate(plan: GraphPlan, config: ModelConfig, options: ExportOptions) -> Gr
         floats = _weights_mb(config, dict.fromkeys(_products(config), 32.0))  # what calibration runs
         return GraphSize(plan, weights, kv, binaries_mb=weights, tables_mb=table, scratch_mb=floats)
     if plan.backend == "coreml":
-        return _coreml_size(plan, config, kv)
+        return _coreml_size(plan, config, options.of(plan.role).coreml_scheme(plan.role), kv)
     if plan.lowering == "onnx":
         scheme_for = options.of(plan.role).recipe(plan.role).scheme_for
         shared = config.tie_embeddings and scheme_for("head") == scheme_for("embedding")
@@ -248,9 +248,8 @@ def estimate(plan: GraphPlan, config: ModelConfig, options: ExportOptions) -> Gr
     return GraphSize(plan, weights + table, kv)
 
 
-def _coreml_size(plan: GraphPlan, config: ModelConfig, kv: float) -> GraphSize:
+def _coreml_size(plan: GraphPlan, config: ModelConfig, recipe: CoreMLRecipe, kv: float) -> GraphSize:
     """A split graph's embedding is a table of the host; a stateful one's is in the package, or is its head."""
-    recipe = coreml_recipe(plan.recipe)
     slots = list(_products(config))
     table = 0.0
     if plan.profile == "split":

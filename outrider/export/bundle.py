@@ -18,7 +18,7 @@ from outrider.errors import TokenizerMismatch, UsageError
 from outrider.export.budget import Budget, fit_budget, refuse_full_disk, with_free_space
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
 from outrider.export.device_plans import GraphPlan, check_extras, open_device, plan_graphs
-from outrider.export.foresight import check_texts, check_tools, refuse_unused
+from outrider.export.foresight import check_shapes, check_texts, check_tools, refuse_unused
 from outrider.export.options import ExportOptions, RoleOptions
 from outrider.export.slots import matrix_slots
 from outrider.export.staging import fresh_folder
@@ -82,6 +82,7 @@ def export_bundle(
         }
         _check(checkpoints, options)
         check_texts(every, checkpoints, options)
+        check_shapes(every, checkpoints, options)
         configs = {role: checkpoint.config for role, checkpoint in checkpoints.items()}
         options, plans, budget = fit_budget(device, options, configs)
         budget = with_free_space(budget, folder)

@@ -143,6 +143,8 @@ def _refuse_unused(device: Device, options: ExportOptions, plans: Mapping[str, S
     asked = {
         "--coreml-precision": options.target.coreml_precision,
         "--coreml-draft-precision": options.draft and options.draft.coreml_precision,
+        "--coreml-override": options.target.coreml_overrides,
+        "--coreml-draft-override": options.draft and options.draft.coreml_overrides,
         "--deployment-target": options.deployment_target,
         "--split-target": options.split_target,
     }

@@ -6,18 +6,21 @@ A lowering finds its own mistakes, but the graphs of an NPU come last: behind th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from outrider.errors import UsageError
 from outrider.export.checkpoint import Checkpoint
 from outrider.export.device_plans import GraphPlan
 from outrider.export.options import ExportOptions
 from outrider.export.prompts import calibration_sequences
+from outrider.export.slots import matrix_slots, slot_shape
+from outrider.quantize.coreml import check_divides
 from outrider.quantize.coreml_recipes import coreml_recipe
 from outrider.quantize.executorch import executorch_recipe
 from outrider.quantize.npu_recipes import get_npu_recipe
 from outrider.targets.device import Device
 
-__all__ = ["check_texts", "check_tools", "refuse_unused"]
+__all__ = ["check_shapes", "check_texts", "check_tools", "refuse_unused"]
 
 COREML = ("coreml_draft", "coreml_target", "coreml_split")
 CALIBRATED = ("npu", *COREML)
@@ -59,13 +62,29 @@ def check_tools(plans: Sequence[GraphPlan], device: Device) -> None:
         if plan.backend == "executorch":
             executorch_recipe(plan.recipe)
         if plan.backend == "coreml":
-            coreml_recipe(plan.recipe)
+            coreml_recipe(plan.recipe)  # raises for an unknown name
         if plan.lowering == "npu":
             from outrider.targets.qnn_plugin import ids_of, qnn_plugin
 
             get_npu_recipe(plan.recipe)
             ids_of(device)
             qnn_plugin()
+
+
+def check_shapes(
+    plans: Sequence[GraphPlan], checkpoints: Mapping[str, Checkpoint], options: ExportOptions
+) -> None:
+    """Raise ExportError where palettes or blocks of a Core ML recipe do not divide a weight of its model."""
+    for plan in plans:
+        if plan.backend != "coreml":
+            continue
+        role = options.of(plan.role)
+        config = checkpoints[plan.role].config
+        if role.vocab is not None:
+            config = replace(config, tie_embeddings=False, head_rows=role.vocab)
+        scheme_for = role.coreml_scheme(plan.role).scheme_for
+        for slot in matrix_slots(config)[1:]:
+            check_divides(scheme_for(slot), slot, slot_shape(config, slot))
 
 
 def check_texts(

@@ -7,6 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from outrider.errors import UsageError
+from outrider.quantize.coreml_recipes import (
+    CoreMLRecipe,
+    coreml_recipe,
+    parse_coreml_overrides,
+    with_coreml_overrides,
+)
 from outrider.quantize.recipes import check_role, get_recipe, parse_overrides, with_overrides
 
 if TYPE_CHECKING:
@@ -42,6 +48,7 @@ class RoleOptions:
     executorch_precision: str = "8da4w"
     vocab: int | None = None  # rows of a draft's head; None = all
     coreml_precision: str | None = None  # None: what suits the unit of the role
+    coreml_overrides: str = ""  # "pattern=scheme,..." as in `coreml_recipes.parse_coreml_overrides`
 
     def recipe(self, role: str) -> Recipe:
         """The recipe of ONNX graphs, refused where a target may not have it."""
@@ -52,6 +59,11 @@ class RoleOptions:
     def coreml_recipe(self, role: str) -> str:
         """The name of the recipe of Core ML graphs: palettes for the Neural Engine, blocks for the GPU."""
         return self.coreml_precision or COREML_DEFAULTS[role]
+
+    def coreml_scheme(self, role: str) -> CoreMLRecipe:
+        """The recipe of Core ML graphs, with the overrides that were given."""
+        recipe = coreml_recipe(self.coreml_recipe(role))
+        return with_coreml_overrides(recipe, parse_coreml_overrides(self.coreml_overrides))
 
 
 @dataclass(frozen=True)

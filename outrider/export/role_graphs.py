@@ -273,14 +273,12 @@ def _lower_coreml_target(making: Making) -> Lowered:
 
 
 def _lower_coreml(making: Making, export: Callable[..., Lowered]) -> Lowered:
-    from outrider.quantize.coreml_recipes import coreml_recipe
-
     plan, tokenizer = making.plan, making.checkpoint.tokenizer
     sequences = calibration_sequences(tokenizer, plan.max_context, making.options.calibration)
     lowered = export(
         making.weights.config,
         making.weights,
-        coreml_recipe(plan.recipe),
+        making.options.of(plan.role).coreml_scheme(plan.role),
         making.place,
         max_context=plan.max_context,
         widths=plan.widths,

@@ -28,7 +28,7 @@ from outrider.quantize.palettes import Palettes, compensate_palettes, fit_palett
 from outrider.quantize.report import SlotReport
 from outrider.quantize.schemes import BlockInt, RawBlocks
 
-__all__ = ["Compressed", "compress", "constexpr"]
+__all__ = ["Compressed", "check_divides", "compress", "constexpr"]
 
 FloatArray = NDArray[np.float32]
 CARRIED = 32  # inputs of a block that is carried
@@ -152,7 +152,7 @@ def compress(
     matrix = np.ascontiguousarray(matrix, np.float32)
     if not np.isfinite(matrix).all():
         raise ExportError(f"{slot} holds values that are not finite; the source checkpoint is damaged")
-    _check_divides(scheme, slot, matrix.shape)
+    check_divides(scheme, slot, matrix.shape)
     if scheme is None:
         found = _Parts(None, _half(matrix, slot))
     elif isinstance(scheme, Palette):
@@ -174,7 +174,8 @@ class _Parts(NamedTuple):
     offsets: NDArray[Any] | None = None
 
 
-def _check_divides(scheme: CoreMLScheme | None, slot: str, shape: tuple[int, ...]) -> None:
+def check_divides(scheme: CoreMLScheme | None, slot: str, shape: tuple[int, ...]) -> None:
+    """Raise ExportError where palettes or blocks of a scheme do not divide a slot's matrix [N, K]."""
     N, K = shape
     if isinstance(scheme, Palette) and N % scheme.group:
         raise ExportError(
