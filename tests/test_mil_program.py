@@ -328,6 +328,15 @@ def rename_operation(model: Any) -> None:
     operation_of(model, "silu").type = "swoosh"
 
 
+def rename_parameter(model: Any) -> None:
+    silu = operation_of(model, "silu")
+    silu.inputs["gain"].CopyFrom(silu.inputs["x"])
+
+
+def drop_parameter(model: Any) -> None:
+    del operation_of(model, "linear").inputs["weight"]
+
+
 def use_what_nothing_makes(model: Any) -> None:
     operation_of(model, "silu").inputs["x"].arguments[0].name = "lost"
 
@@ -382,6 +391,8 @@ def set_version(number: int) -> Callable[[Any], None]:
     ("change", "said"),
     [
         (rename_operation, r"does not know the operation 'swoosh' \(function 'main', output '[^']+'\)"),
+        (rename_parameter, r"'silu' \(.*\) is given 'gain', and the evaluator knows: x"),
+        (drop_parameter, r"'linear' \(.*\) is not given 'weight'"),
         (use_what_nothing_makes, r"'silu' \(.*\) uses 'lost', which nothing before it makes"),
         (rename_output, "differ in the outputs y, z: the model was edited"),
         (widen_input, r"'x' is fp32\[1, 5, 16\] in the program and fp32 \[1, 6, 16\] in the description"),
@@ -432,7 +443,7 @@ def overwrite(file: str, at: int, new: bytes) -> Callable[[Path], None]:
         (lambda package: edit_manifest(package, fileFormatVersion="2.0.0"), "manifest version '2.0.0'"),
         (lambda package: (package / MODEL).unlink(), "model cannot be read"),
         (cut(MODEL, 0.7), "is no Core ML model.*cut off or damaged"),
-        (lambda package: (package / WEIGHTS).unlink(), r"weight\.bin: the program keeps weights in this file, and it is not"),
+        (lambda package: (package / WEIGHTS).unlink(), r"weight\.bin: the program keeps weights in this file"),
         (cut(WEIGHTS, 0), "cannot be mapped"),
         (cut(WEIGHTS, 20), "a weight file of 20 bytes is cut off"),
         (cut(WEIGHTS, -64), r"ends at byte \d+, and the file has \d+: it is cut off"),

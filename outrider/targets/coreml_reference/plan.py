@@ -112,10 +112,11 @@ class Plan:
 
 
 def check_operations(function: MilFunctionDef) -> None:
-    """Refuse a function with an operation that is not in the table (BackendError, naming it)."""
+    """Refuse a function with an operation, or a parameter of one, that is not known (BackendError, naming it)."""
     for operation in function.operations:
         if operation.type not in {"const", *CONSTEXPR, *STATE_OPERATIONS}:
-            lookup(operation.type, function=function.name, output=operation.output)
+            entry = lookup(operation.type, function=function.name, output=operation.output)
+            entry.check_parameters(operation.inputs, function=function.name, output=operation.output)
 
 
 def make_plan(function: MilFunctionDef, constants: Constants) -> Plan:

@@ -10,8 +10,10 @@ executor rounds its result to the declared type.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from outrider.errors import BackendError
@@ -29,6 +31,24 @@ class Operation:
     name: str
     compute: Compute
     rounds: bool = True
+
+    @cached_property
+    def _parameters(self) -> tuple[frozenset[str], frozenset[str]]:
+        """All parameters, and those without a default."""
+        found = inspect.signature(self.compute).parameters.values()
+        required = frozenset(one.name for one in found if one.default is inspect.Parameter.empty)
+        return frozenset(one.name for one in found), required
+
+    def check_parameters(self, given: Iterable[str], *, function: str, output: str) -> None:
+        """Refuse parameters that the operation does not have, or the lack of one that it needs (BackendError)."""
+        names, (known, required) = set(given), self._parameters
+        where = f"function {function!r}: {self.name!r} ({output})"
+        if names - known:
+            raise BackendError(
+                f"{where} is given {min(names - known)!r}, and the evaluator knows: {', '.join(sorted(known))}"
+            )
+        if required - names:
+            raise BackendError(f"{where} is not given {min(required - names)!r}")
 
 
 _OPERATIONS: dict[str, Operation] = {}
