@@ -129,9 +129,8 @@ class StateGraph:
         """Root-mean-square norm over the last axis, in single precision."""
         mb = self.mb
         mean = mb.reduce_mean(x=mb.square(x=x), axes=[-1], keep_dims=True)
-        inverse = mb.rsqrt(x=mb.add(x=mean, y=np.float32(self.config.norm_eps)), epsilon=np.float32(1e-30))
-        normed = mb.mul(x=x, y=inverse)
-        return mb.mul(x=normed, y=self.weights.vector(slot).astype(np.float32))
+        inverse = mb.rsqrt(x=mean, epsilon=np.float32(self.config.norm_eps))
+        return mb.mul(x=mb.mul(x=x, y=inverse), y=self.weights.vector(slot).astype(np.float32))
 
     def _linear(self, step: CoarseStep) -> None:
         """x Wᵀ + b in half precision; the result is single precision where the stream or the cap reads it."""
