@@ -8,6 +8,7 @@ without gaps, the first element in the lowest bits (`MILBlob/Blob/StorageFormat.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -115,15 +116,19 @@ class BlobFile:
 
 def unpack_bits(packed: Array, bits: int, elements: int, *, signed: bool = False) -> Array:
     """Elements of `bits` bits from packed bytes, lowest bits first, as uint8 (int8 if signed)."""  # [elements]
-    groups = -(-elements // 8)  # eight elements fill exactly `bits` bytes
-    padded = np.zeros(groups * bits, np.uint8)
+    common = math.gcd(bits, 8)
+    count, size = 8 // common, bits // common  # the fewest elements that fill whole bytes, and those bytes
+    groups = -(-elements // count)
+    padded = np.zeros(groups * size, np.uint8)
     padded[: len(packed)] = packed
-    rows = padded.reshape(groups, bits).astype(np.uint16)
-    values = np.empty((groups, 8), np.uint8)
-    for index in range(8):
+    rows = padded.reshape(groups, size)
+    values = np.empty((groups, count), np.uint8)
+    for index in range(count):
         byte, shift = divmod(index * bits, 8)
-        pair = rows[:, byte] | (rows[:, byte + 1] << 8) if shift + bits > 8 else rows[:, byte]
-        values[:, index] = (pair >> shift) & ((1 << bits) - 1)
+        low = rows[:, byte] >> shift
+        if shift + bits > 8:
+            low |= rows[:, byte + 1] << (8 - shift)
+        np.bitwise_and(low, (1 << bits) - 1, out=values[:, index])
     flat = values.reshape(-1)[:elements]
     if not signed:
         return flat

@@ -21,7 +21,7 @@ from outrider.targets.coreml_reference.values import BlobPointer, Literal
 __all__ = ["Array", "Constant", "Constants", "computed", "settle", "settle_stored"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-HALF = np.dtype(np.float16)
+HALF = DTYPES["fp16"]
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ def settle(result: Any, declared: MilType, rounds: bool, where: str) -> Array:
     wanted = DTYPES[declared.dtype]
     if wanted != HALF:
         return array.astype(wanted, copy=False)
-    if array.dtype == HALF or (array.dtype == np.float32 and not rounds):
-        return array.astype(np.float32, copy=False)
-    return array.astype(HALF).astype(np.float32)
+    if rounds and array.dtype != HALF:
+        array = array.astype(HALF)
+    return array.astype(np.float32, copy=False)
 
 
 def settle_stored(result: Any, declared: MilType, where: str) -> Array:
@@ -119,9 +119,9 @@ def settle_stored(result: Any, declared: MilType, where: str) -> Array:
 
 def _declared(result: Any, declared: MilType, where: str) -> Array:
     array = np.asarray(result)
-    if not declared.fits(array.shape):
+    if array.shape != declared.shape and not declared.fits(array.shape):
         raise BackendError(f"{where} gave shape {list(array.shape)}, and the program declares {declared}")
-    kinds = {array.dtype.kind, DTYPES[declared.dtype].kind}
-    if len(kinds) > 1 and kinds != {"i", "u"}:
+    kind, wanted = array.dtype.kind, DTYPES[declared.dtype].kind
+    if kind != wanted and {kind, wanted} != {"i", "u"}:
         raise BackendError(f"{where} gave {array.dtype}, and the program declares {declared}")
     return array
