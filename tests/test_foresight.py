@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -94,6 +95,27 @@ def test_an_unknown_executorch_precision(tiny_models: Models, tmp_path: Path) ->
     target = RoleOptions(str(tiny_models["target"]), executorch_precision="8da5w")
     with pytest.raises(UsageError, match="unknown ExecuTorch precision '8da5w'"):
         export_bundle(ExportOptions(target, tmp_path / "bundle", backends=("executorch",), max_context=64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "graph"),
+    [
+        ({"backends": ("executorch",), "executorch_backend": "vulkan"}, "target on gpu by executorch vulkan"),
+        ({"backends": ("qnn",), "npu_target": True}, "target on npu by onnxruntime-qnn"),
+    ],
+)
+def test_a_target_that_nothing_here_can_run(
+    tiny_models: Models, tmp_path: Path, changes: dict[str, Any], graph: str
+) -> None:
+    asked = ExportOptions(
+        RoleOptions(str(tiny_models["target"])), tmp_path / "bundle", device=SOC, max_context=64, **changes
+    )
+    with pytest.raises(
+        UsageError, match=rf"no graph that can be measured on this computer \({graph}.*--no-ev"
+    ):
+        export_bundle(asked)
+    with pytest.raises(AssertionError, match="a graph was made"):
+        export_bundle(replace(asked, evaluate=False))
 
 
 @pytest.mark.parametrize(

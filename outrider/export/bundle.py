@@ -18,7 +18,13 @@ from outrider.errors import TokenizerMismatch, UsageError
 from outrider.export.budget import Budget, fit_budget, refuse_full_disk, with_free_space
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
 from outrider.export.device_plans import GraphPlan, check_extras, open_device, plan_graphs
-from outrider.export.foresight import check_shapes, check_texts, check_tools, refuse_unused
+from outrider.export.foresight import (
+    check_shapes,
+    check_texts,
+    check_tools,
+    refuse_unmeasurable,
+    refuse_unused,
+)
 from outrider.export.options import ExportOptions, RoleOptions
 from outrider.export.slots import matrix_slots
 from outrider.export.staging import fresh_folder
@@ -69,6 +75,8 @@ def export_bundle(
     device = open_device(options.device)
     plans = plan_graphs(device, options)
     refuse_unused([name for name in ("calibration", "npu_target") if getattr(options, name)], plans)
+    if options.evaluate:
+        refuse_unmeasurable(plans)
     every = [plan for graphs in plans.values() for plan in graphs]
     check_extras(every)
     check_tools(every, device)

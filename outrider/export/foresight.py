@@ -20,7 +20,7 @@ from outrider.quantize.executorch import executorch_recipe
 from outrider.quantize.npu_recipes import get_npu_recipe
 from outrider.targets.device import Device
 
-__all__ = ["check_shapes", "check_texts", "check_tools", "refuse_unused"]
+__all__ = ["check_shapes", "check_texts", "check_tools", "refuse_unmeasurable", "refuse_unused"]
 
 COREML = ("coreml_draft", "coreml_target", "coreml_split")
 CALIBRATED = ("npu", *COREML)
@@ -50,6 +50,16 @@ def refuse_unused(given: Collection[str], plans: Mapping[str, Sequence[GraphPlan
                 f"{option} was given, but no graph of this export reads it (they are: {made}); leave it out, or "
                 "change --device or --backends"
             )
+
+
+def refuse_unmeasurable(plans: Mapping[str, Sequence[GraphPlan]]) -> None:
+    """Raise UsageError where nothing here can write the target's text, by which every graph is measured."""
+    if all(plan.lowering in ("npu", "vulkan") for plan in plans["target"]):
+        made = "; ".join(map(str, plans["target"]))
+        raise UsageError(
+            f"the target gets no graph that can be measured on this computer ({made}); add onnxruntime to --backends, "
+            "or ship it unmeasured with --no-evaluate"
+        )
 
 
 def check_tools(plans: Sequence[GraphPlan], device: Device) -> None:
