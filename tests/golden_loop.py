@@ -354,8 +354,8 @@ class StateGraph:
 
 def greedy_rounds(
     prompt: Sequence[int],
-    target: FloatGraph,
-    draft: FloatGraph,
+    target: FloatGraph | StateGraph,
+    draft: FloatGraph | HalfGraph,
     vocab_map: Sequence[int],
     vocab_limit: int,
     k: int,
@@ -385,8 +385,8 @@ def greedy_rounds(
     return text[len(prompt) : len(prompt) + count], accepted
 
 
-def _prefill(graph: FloatGraph, tokens: Sequence[int]) -> None:
-    widest = max(graph.meta["widths"])
+def _prefill(graph: FloatGraph | HalfGraph | StateGraph, tokens: Sequence[int]) -> None:
+    widest = max(graph.meta["widths"] or (64,))
     for start in range(0, len(tokens), widest):
         chunk = tokens[start : start + widest]
         graph.forward(chunk)

@@ -256,6 +256,13 @@ def test_a_gpu_s_format_is_an_error_on_the_neural_engine(tmp_path: Path, llama: 
     }
 
 
+def test_a_package_for_the_gpu_does_not_pass_for_one_of_the_neural_engine(
+    stateful: tuple[Path, Lowered],
+) -> None:
+    found = {finding.rule for finding in lint_package(stateful[0]).findings if finding.severity == "error"}
+    assert {"range-shape", "gather", "dtype", "state-alignment"} <= found  # states of 16 numbers a row
+
+
 # Damage
 
 

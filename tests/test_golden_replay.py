@@ -13,15 +13,19 @@ import pytest
 import outrider
 from outrider.contracts import Sampling
 from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
+from outrider.export.coreml import export_coreml_draft
+from outrider.export.coreml_target import export_coreml_target
 from outrider.manifest import read_manifest
+from outrider.quantize.coreml_recipes import coreml_recipe
 from outrider.runtime.rounds import Request
 from outrider.runtime.trace import TraceWriter
 from outrider.runtime.uniforms import Uniforms
 from outrider.targets.coreml import CoreMLGraph
 from outrider.targets.coreml_profiles import CoreMLMeta
+from outrider.targets.coreml_reference import MilProgram
 from outrider.targets.npu_host import open_embedding
 from outrider.targets.qnn import CPU_ENTRIES, NpuGraph
-from tests import coreml_toy, npu_toy
+from tests import coreml_toy, families, npu_toy
 from tests import golden_loop as app
 
 PROMPT = "the quick brown fox"
@@ -234,3 +238,38 @@ def test_the_arithmetic_around_a_core_ml_target_is_the_documented_one(widths: An
         product.commit(range(kept))
         place += kept
     assert ours.length == place > npu_toy.WINDOW
+
+
+def test_an_app_s_loop_over_core_ml_packages_writes_the_target_s_own_text(tmp_path: Path) -> None:
+    """Draft and target as they are exported, opened by nothing of the product but the evaluator."""
+    weights = families.weights_of("llama", families.oracle("llama"))
+    sizes = {"max_context": families.CONTEXT, "calibration": ()}
+    made = {
+        "draft": export_coreml_draft(
+            weights.config, weights, coreml_recipe("lut4"), tmp_path / "draft", widths=(1, 2, 16), **sizes
+        ),
+        "target": export_coreml_target(
+            weights.config, weights, coreml_recipe("fp16"), tmp_path / "target", **sizes
+        ),
+    }
+    programs = {role: MilProgram.load(tmp_path / role / "model.mlpackage") for role in made}
+    state = programs["target"].make_state()
+    meta, embedding = made["draft"].meta, made["draft"].embedding_file
+    assert embedding is not None
+    draft = app.HalfGraph(
+        meta, embedding, lambda width, feeds: programs["draft"].predict(feeds, function=f"w{width}")
+    )
+    target = app.StateGraph(made["target"].meta, lambda feeds: programs["target"].predict(feeds, state))
+    prompt, count = [3, 17, 50, 9, 77, 12, 40], 24
+    ids = list(range(families.VOCAB))
+    text, accepted = app.greedy_rounds(prompt, target, draft, ids, families.VOCAB, k=3, count=count)
+    alone = CoreMLGraph.load(
+        tmp_path / "target" / "model.mlpackage", made["target"].meta, execution="evaluator"
+    )
+    own = list(prompt)
+    while len(own) < len(prompt) + count:
+        logits = alone.forward(own[alone.length :], logits="last").logits
+        alone.commit(range(len(own) - alone.length))
+        own.append(int(logits[-1].argmax()))
+    assert text == own[len(prompt) :]
+    assert accepted > 0
