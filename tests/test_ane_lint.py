@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.cli.check import describe
+from outrider.cli.export import _notes
 from outrider.contracts import as_json
 from outrider.runtime.check import Check
 from outrider.runtime.check_graph import GraphCheck
@@ -363,6 +364,16 @@ def test_findings_are_grouped_by_rule_with_the_most_severe_first() -> None:
     assert report.rules[2].examples == ("n0: why", "n1: why", "n2: why")
     assert [finding.operation for finding in report.findings] == ["g", "m"]
     assert (report.count("error"), report.count("warning"), report.count("info")) == (1, 1, 5)
+
+
+def test_an_export_s_report_has_the_headline_and_every_error() -> None:
+    gathered = Finding("gather", "error", "w2", "g", "gather", "https://a")
+    found = report_of((gathered, Finding("narrow", "info", "w1", "n", "short", "https://b")), operations=7)
+    lines = _notes({"neural_engine": [found.headline(), *found.errors()]})
+    assert lines == [
+        "  Neural Engine: 7 operations looked over by known rules: 1 errors, 0 warnings, 1 notes",
+        "  Neural Engine: error gather: w2, g: gather (https://a)",
+    ]
 
 
 def test_a_folder_that_is_no_package_is_an_error_that_says_so(tmp_path: Path) -> None:

@@ -116,12 +116,7 @@ def _graph_lines(graph: GraphCheck) -> list[str]:
 
 def _lint_lines(lint: LintReport) -> list[str]:
     """Every error of a lint, its warnings and notes by rule."""
-    counts = f"{lint.count('error')} errors, {lint.count('warning')} warnings, {lint.count('info')} notes"
-    lines = [f"  Neural Engine: {lint.operations} operations looked over by known rules: {counts}"]
-    for finding in lint.findings:
-        if finding.severity == "error":
-            place = f"{finding.function}, {finding.operation}"
-            lines.append(f"    error {finding.rule}: {place}: {finding.detail} ({finding.source})")
+    lines = [f"  Neural Engine: {lint.headline()}", *(f"    {error}" for error in lint.errors())]
     for rule in lint.rules:
         if rule.severity != "error":
             kind = "note" if rule.severity == "info" else rule.severity

@@ -287,6 +287,7 @@ def _notes(notes: Mapping[str, Any]) -> list[str]:
         )
     if notes.get("overrides"):
         lines.append(f"  more bits for the sensitive: {', '.join(notes['overrides'])}")
+    lines += [f"  Neural Engine: {line}" for line in notes.get("neural_engine", ())]
     if notes.get("massive"):
         lines.append(f"  multiplied in half precision, for their range: {', '.join(notes['massive'])}")
     return lines

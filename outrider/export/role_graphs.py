@@ -19,6 +19,7 @@ from outrider.export.prompts import SEGMENT, calibration_sequences
 from outrider.export.slots import SlotWeights, matrix_slots
 from outrider.manifest import GraphEntry, KvEntry, RoleEntry, describe_file, token_map_hash
 from outrider.runtime.vocab_map import VOCAB_MAP, write_vocab_map
+from outrider.targets.ane_lint import lint_package
 
 __all__ = ["LOWERINGS", "Making", "make_role"]
 
@@ -292,7 +293,13 @@ def _lower_coreml(making: Making, export: Callable[..., Lowered]) -> Lowered:
         progress=making.progress,
     )
     first = [path for path in lowered.files if path.name == "Manifest.json"]
-    return replace(lowered, files=(*first, *(path for path in lowered.files if path not in first)))
+    notes = dict(lowered.notes)
+    if plan.unit == "npu":
+        looked_over = lint_package(first[0].parent, ask=False)
+        notes["neural_engine"] = [looked_over.headline(), *looked_over.errors()]
+    return replace(
+        lowered, files=(*first, *(path for path in lowered.files if path not in first)), notes=notes
+    )
 
 
 LOWERINGS: dict[str, Callable[[Making], Lowered]] = {

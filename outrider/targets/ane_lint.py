@@ -93,6 +93,18 @@ class LintReport:
         """How many findings have this severity."""
         return sum(rule.count for rule in self.rules if rule.severity == severity)
 
+    def headline(self) -> str:
+        """The counts in a line."""
+        counts = f"{self.count('error')} errors, {self.count('warning')} warnings, {self.count('info')} notes"
+        return f"{self.operations} operations looked over by known rules: {counts}"
+
+    def errors(self) -> list[str]:
+        """Every error in a line of its own, with its source."""
+        found = (finding for finding in self.findings if finding.severity == "error")
+        return [
+            f"error {one.rule}: {one.function}, {one.operation}: {one.detail} ({one.source})" for one in found
+        ]
+
 
 def report_of(
     findings: Sequence[Finding], operations: int, planned: bool = False, plan_note: str = ""
@@ -152,13 +164,15 @@ def plan_findings(plan: Iterable[PlannedOperation]) -> list[Finding]:
 Planner = Callable[[Path], Sequence[PlannedOperation]]
 
 
-def lint_package(package: Path, planner: Planner | None = None) -> LintReport:
-    """Look over the `.mlpackage` in this folder; `planner` None asks Core ML on macOS 14.4 and later.
+def lint_package(package: Path, planner: Planner | None = None, *, ask: bool = True) -> LintReport:
+    """Look over the `.mlpackage` in this folder, and `ask` where its operations would run.
 
-    Raises BackendError for a package that cannot be read, MissingExtraError without coremltools.
+    `planner` None asks Core ML on macOS 14.4 and later, which compiles the package first. Raises BackendError for
+    a package that cannot be read, MissingExtraError without coremltools.
     """
     outlines = read_outlines(package)
-    findings, note = lint(outlines), no_plan_here() if planner is None else ""
+    findings, note = lint(outlines), no_plan_here() if planner is None and ask else ""
+    note = note if ask else "it was not asked"
     planned = not note
     if planned:
         try:
