@@ -295,5 +295,7 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         options(draft_context=8)
     with pytest.raises(UsageError, match="draft_context was given, but no draft model"):
         options(draft_context=64, draft=None)
+    with pytest.raises(UsageError, match="graphs of an NPU return no hidden states; leave one out"):
+        options(npu_target=True, hidden_layers=(0,))
     with pytest.raises(UsageError, match="only a draft's head can be trimmed"):
         replace(options(), target=RoleOptions("t", vocab=100))

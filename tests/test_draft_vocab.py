@@ -28,6 +28,7 @@ from outrider.manifest import parse_manifest, read_manifest
 from outrider.quantize.quality import compare, pair_acceptance
 from outrider.runtime.check import check_bundle
 from outrider.runtime.context import Context
+from outrider.runtime.load import draft_ids
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.proof import agreement
 from outrider.runtime.uniforms import draft_generator
@@ -379,6 +380,21 @@ def test_a_map_that_does_not_fit_its_graph_stops_the_load(trimmed_bundle: Path, 
     with pytest.raises(BundleError, match="not ascending"):
         outrider.load(copy)
     outrider.load(copy, draft=False).close()
+
+
+@pytest.mark.parametrize("rows", [0, -1, "many", [328], True])
+def test_a_number_of_ids_that_is_none_is_refused(trimmed_bundle: Path, rows: Any) -> None:
+    graph = read_manifest(trimmed_bundle).roles["draft"].graphs[0]
+    wrong = replace(graph, options={**graph.options, "embedding_rows": rows})
+    with pytest.raises(BundleError, match=r"embedding_rows of draft/graph|names id"):
+        draft_ids(trimmed_bundle, wrong)
+
+
+def test_a_trimmed_graph_whose_map_was_left_out_is_refused(trimmed_bundle: Path) -> None:
+    """Its columns would be taken for the first ids, and nearly nothing that it drafts would be accepted."""
+    graph = read_manifest(trimmed_bundle).roles["draft"].graphs[0]
+    with pytest.raises(BundleError, match="has 290 logits for 328 ids and no vocab_map"):
+        draft_ids(trimmed_bundle, replace(graph, vocab_map=None))
 
 
 def test_a_target_with_a_vocabulary_map_is_refused(trimmed_bundle: Path) -> None:

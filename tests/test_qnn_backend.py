@@ -519,11 +519,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"functions": {str(W): f"v{W}.onnx" for W in npu_toy.WIDTHS}}, "v1.onnx does not exist"),
     "scale": ({"scales": {"x": [0.1, 0]}}, "no scale for 'cos_full'"),
     "impossible": ({"scales": {"x": [0.0, 0]}}, "scale 0.0 with zero point 0 is impossible"),
+    "hidden_layers": ({"hidden_layers": [0]}, r"hidden_layers is \(0,\), but graphs of an NPU return no hidden"),
     "odd scale": ({"scales": {"x": "oops"}}, "description cannot be read"),
     "odd sizes": ({"widths": 4}, "description cannot be read"),
     "blocks of nothing": (
         {"embedding": {**TABLE, "block": 0}},
-        "in blocks of 0 is impossible",
+        "block 0 is impossible",
     ),
     "odd rows": ({"embedding": {**TABLE, "rows": None}}, "of the embedding cannot be read"),
     "embedding": ({"embedding": {"rows": 5}}, "description of the embedding lacks 'columns'"),

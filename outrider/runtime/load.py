@@ -345,6 +345,10 @@ def draft_ids(directory: str | os.PathLike[str], graph: GraphEntry) -> IntArray 
     Raises BundleError for a map that is damaged or belongs to another graph.
     """
     rows = graph.options.get("embedding_rows")
+    if not (rows is None or (isinstance(rows, int) and rows > 0)):
+        raise BundleError(
+            f"embedding_rows of {graph.path} is {rows!r}, no number of ids; export the bundle again"
+        )
     if graph.vocab_map is None:
         if rows is not None and graph.vocab_size < rows:
             raise BundleError(

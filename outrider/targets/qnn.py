@@ -78,6 +78,11 @@ class NpuMeta:
             raise BackendError(
                 f"profile {graph.profile!r} with widths {graph.widths} is not for an NPU, which takes 'split'"
             )
+        if graph.hidden_layers:
+            raise BackendError(
+                f"hidden_layers is {graph.hidden_layers}, but graphs of an NPU return no hidden states; export the "
+                "bundle again"
+            )
         with reading_description():
             rope = {
                 kind: (np.asarray(table["inv_freq"], np.float64), float(table["scale"]))
