@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -81,7 +82,9 @@ def lookup(name: str, *, function: str, output: str) -> Operation:
     try:
         return _OPERATIONS[name]
     except KeyError:
+        near = get_close_matches(name, _OPERATIONS, n=3)
         raise BackendError(
-            f"the evaluator does not know the operation {name!r} (function {function!r}, output {output!r}). "
-            f"It knows {len(_OPERATIONS)} operations: {', '.join(known_operations()) or 'none'}"
+            f"the evaluator does not know the operation {name!r} (function {function!r}, output {output!r})"
+            + (f"; near: {', '.join(near)}" if near else "")
+            + f". `known_operations()` lists the {len(_OPERATIONS)} that it knows"
         ) from None
