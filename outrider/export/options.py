@@ -110,6 +110,10 @@ class ExportOptions:
             raise UsageError("draft_context was given, but no draft model; give both or neither")
         if self.target.vocab is not None:
             raise UsageError("a target keeps its whole vocabulary; only a draft's head can be trimmed")
+        if self.npu_target and self.hidden_layers:
+            raise UsageError(
+                "npu_target and hidden_layers were given, but graphs of an NPU return no hidden states; leave one out"
+            )
         for name, widths in (("widths", self.widths), ("draft_widths", self.draft_widths)):
             if widths and min(widths) < 1:
                 raise UsageError(f"{name} are {widths}; each must be at least 1")
