@@ -234,3 +234,18 @@ def test_reject_with_a_quantized_draft_has_the_targets_distribution(
     assert p_value(engine, sampling, expected, length, runs) > SMALLEST_P
     # The draft's own distribution is so far off that the test would notice it.
     assert p_value(Engine(open_graph("qdq", other)), sampling, expected, 0, runs) < SMALLEST_P
+
+
+@pytest.mark.parametrize("draft", ["onnx", "qdq", EMULATOR])
+def test_two_libraries_overlap_and_write_what_they_write_one_after_another(
+    open_graph: Callable[[str, Model], Graph], draft: str
+) -> None:
+    request = Request(max_new_tokens=40, k=3, drafting="overlapped")
+    engine = drafting(open_graph("onnx", Model(0)), open_graph(draft, Model(0)))
+    parts = list(engine.decode(PROMPT, request))
+    serial = drafting(open_graph("onnx", Model(0)), open_graph(draft, Model(0)))
+    assert [token for part in parts for token in part.tokens] == text(
+        serial, replace(request, drafting="serial")
+    )
+    assert parts[-1].stats.guesses_held > 3
+    engine.settle()

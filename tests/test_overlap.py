@@ -23,7 +23,11 @@ from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.overlap import Ahead, can_overlap
 from outrider.runtime.planner import Acceptance, Modes, Observation, Planner, choose
 from outrider.runtime.rounds import Engine, Request, Round
+from outrider.runtime.stats import Stats
+from outrider.targets.device import load_device
 from outrider.targets.fake import FakeDrafter, FakeGraph, VirtualClock, blend_logits, random_logits
+from outrider.targets.model_cost import ModelCost
+from outrider.targets.simulated import Machine, SimulatedGraph
 
 VOCAB = 17
 LOGITS = random_logits(VOCAB, seed=1, order=None)
@@ -658,3 +662,72 @@ def test_handing_over_needs_no_polling() -> None:
     worked = ahead.collect()
     ahead.close()
     assert worked.steps == worked.wasted >= 200  # none came true: each ends with the step that it is in
+
+
+PHONE_TARGET = ModelCost(1.2e9, 3e9)
+PHONE_DRAFT = ModelCost(0.1e9, 0.2e9)
+
+
+def on_a_phone(
+    units: tuple[str, str], drafting: str, draft: ModelCost = PHONE_DRAFT
+) -> tuple[Stats, Machine, list[int]]:
+    """Decode on two units, target's and draft's, of a simulated phone."""
+    machine = Machine(load_device("snapdragon-8-gen3"), seed=3)
+    target = SimulatedGraph(FakeGraph(VOCAB, logits=LOGITS), machine, PHONE_TARGET, units[0])
+    model = ModelDrafter(
+        SimulatedGraph(FakeGraph(VOCAB, logits=draft_logits(0.9)), machine, draft, units[1]),
+        min_confidence=0.0,
+    )
+    made = Engine(target, {"model": model}, clock=machine.clock, sleep=machine.idle, timeline=machine.lanes)
+    rounds = list(made.decode(PROMPT, overlapped(80, drafting=drafting)))
+    return rounds[-1].stats, machine, text(rounds)
+
+
+def test_two_simulated_units_work_at_once_with_one_outcome() -> None:
+    serial_stats, alone, expected = on_a_phone(("gpu", "npu"), "serial")
+    outcomes = {
+        (round(machine.clock(), 9), round(machine.energy_j, 6), stats.wasted_steps, tuple(written))
+        for stats, machine, written in (on_a_phone(("gpu", "npu"), "overlapped") for _ in range(3))
+    }
+    assert len(outcomes) == 1
+    ((seconds, _, wasted, written),) = outcomes
+    assert list(written) == expected
+    assert seconds < alone.clock()
+    assert wasted > 0
+    assert serial_stats.overlapped_rounds == 0
+
+
+def test_simulated_units_share_the_bandwidth_of_their_memory() -> None:
+    """A draft that streams much slows the target's verify down beside it; one that computes much does not."""
+    greedy_for_memory, computing = ModelCost(0.4e9, 1e6), ModelCost(1e6, 40e9)
+    verify_s = {}
+    for name, draft in [("streams", greedy_for_memory), ("computes", computing)]:
+        for drafting in ("serial", "overlapped"):
+            stats, _, _ = on_a_phone(("gpu", "npu"), drafting, draft)
+            verify_s[name, drafting] = stats.verify_s / (stats.rounds - 1)
+    assert verify_s["streams", "overlapped"] > 1.05 * verify_s["streams", "serial"]
+    assert verify_s["computes", "overlapped"] == pytest.approx(verify_s["computes", "serial"], rel=0.02)
+
+
+def test_on_one_simulated_unit_forwards_take_turns_and_draw_no_more_than_one_after_another() -> None:
+    machine = Machine(load_device("snapdragon-8-gen3"), jitter=0.0)
+    work = PHONE_TARGET.work(4)
+    alone_s = machine.execute("gpu", work)
+    alone_j = machine.energy_j
+    machine = Machine(load_device("snapdragon-8-gen3"), jitter=0.0)
+    machine.lanes.begin()
+
+    ended: list[bool] = []
+
+    def beside() -> None:
+        machine.execute("gpu", work)
+        ended.append(True)
+        machine.lanes.end()
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    machine.execute("gpu", work)
+    machine.lanes.wait(lambda: bool(ended))
+    thread.join()
+    assert machine.elapsed_s == pytest.approx(2 * alone_s, rel=1e-6)
+    assert machine.energy_j == pytest.approx(2 * alone_j, rel=1e-6)
