@@ -172,7 +172,8 @@ class Layout:
         """Root-mean-square norm over an axis whose squares cannot leave half precision.
 
         Numbers are divided by their largest magnitude before they are squared: in half precision the square of
-        256 is infinite, and an attention sink reaches 25,000. `epsilon` shrinks with them.
+        256 is infinite, and an attention sink reaches 25,000. `epsilon` shrinks with them. Each number itself is
+        rounded twice only, by the product with the inverse root and by that with its multiplier.
         """
         f, root = self.f, math.sqrt(self.config.norm_eps) * stream
         floor = 2.0 ** (math.ceil(math.log2(root)) + 1)  # below it, epsilon is what counts
@@ -185,7 +186,9 @@ class Layout:
         small = f.unary("square", f.binary("real_div", root, peak, f"{output}_root"), f"{output}_epsilon")
         total = f.binary("add", mean, small, f"{output}_power")
         inverse = f.unary("rsqrt", total, f"{output}_inverse", epsilon=0.0)
-        normed = f.binary("mul", scaled, inverse, f"{output}_normed")
+        normed = f.binary(
+            "mul", x, f.binary("real_div", inverse, peak, f"{output}_factor"), f"{output}_normed"
+        )
         multipliers = self.weights.vector(slot) * np.float32(factor)
         shape = tuple(len(multipliers) if place == axis else 1 for place in range(4))
         self.graph.vectors[f"{output}_multipliers"] = multipliers.reshape(shape)
