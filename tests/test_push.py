@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from outrider.manifest import (
     write_manifest,
 )
 from outrider.power.sensors.system import CommandResult
-from outrider.runtime.push import FOLDER, Adb, find_phone, push_bundle, selected
+from outrider.runtime.push import FOLDER, Adb, commands, find_phone, push_bundle, selected
 from tests.fake_adb import FakeAdb
 
 GRAPHS = {
@@ -104,6 +105,7 @@ def test_every_file_arrives_and_the_manifest_last(adb: FakeAdb, bundle: Path) ->
     assert len(adb.pushes) == 6
     assert set(on_phone(adb)) == {*GRAPHS, "tokenizer.json", "manifest.json"}
     assert all(path.stat().st_mode & 0o444 == 0o444 for path in adb.path(PLACE).rglob("*"))
+    assert adb.path(FOLDER).stat().st_mode & 0o111 == 0o111
 
 
 def test_a_second_push_copies_nothing(adb: FakeAdb, bundle: Path) -> None:
@@ -375,12 +377,24 @@ def test_the_command_prints_what_to_type_on_the_phone(
     code, out, err = run_main("push", str(bundle), "--graphs", "cpu, npu")
     assert code == 0, err
     assert f"{PLACE} on PHONE1: 4 files copied (0.0 MB), 0 were there already; every SHA-256 is right" in out
-    assert f"ssh -p 8022 127.0.0.1 outrider check '{PLACE}'" in out
+    assert f"ssh -t -p 8022 127.0.0.1 'proot-distro login debian --bind {FOLDER}'" in out
+    assert f"~/v/bin/outrider check '{PLACE}' --max-tokens 16" in out
     assert "adb -s PHONE1 forward tcp:8022 tcp:8022" in out
     adb.tell(phones={})
     code, _, err = run_main("push", str(bundle))
     assert code == 1
     assert "outrider: no phone is there" in err
+
+
+def test_the_lines_to_type_survive_two_shells() -> None:
+    """ssh hands its words to a second shell, and folders may have spaces."""
+    forward, login, check, generate = commands("S 1", "/data/local/tmp/my bundles/a b")
+    assert shlex.split(forward)[:3] == ["adb", "-s", "S 1"]
+    remote = shlex.split(login)
+    assert remote[:-1] == ["ssh", "-t", "-p", "8022", "127.0.0.1"]
+    assert shlex.split(remote[-1])[-2:] == ["--bind", "/data/local/tmp/my bundles"]
+    assert "/data/local/tmp/my bundles/a b" in shlex.split(check)
+    assert shlex.split(generate)[-1] == "Why is the sky blue?"
 
 
 def test_ctrl_c_during_a_copy_ends_the_command_with_a_message_and_no_manifest(

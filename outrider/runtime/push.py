@@ -209,7 +209,7 @@ def push_bundle(
             _refuse_too_large(adb, place, files, changed, sizes)
             adb.shell(f"rm -f {shlex.quote(posixpath.join(place, MANIFEST_NAME))}")
             _copy(adb, directory, place, {name: files[name] for name in changed}, tell)
-            adb.shell(f"chmod -R a+rX {shlex.quote(place)} 2>/dev/null || true")  # an app may read it too
+            adb.shell(_readable(folder, place))
             _write_manifest(adb, written, place, digest)
     copied_bytes = sum(files[name].bytes for name in changed)
     kept = tuple(name for name in files if name not in changed)
@@ -230,6 +230,12 @@ def _refuse_apple(manifest: Manifest) -> None:
             "Android phones only. An iPhone gets them inside an app: add the folders to its Xcode project "
             "(docs/apple.md); a Mac gets a plain copy of the bundle. `--graphs cpu` pushes ONNX Runtime's graphs alone"
         )
+
+
+def _readable(folder: str, place: str) -> str:
+    """A command that lets apps, as Termux, read what lies in `place` and get there."""
+    commands = f"chmod -R a+rX {shlex.quote(place)}", f"chmod a+x {shlex.quote(folder)}"
+    return f"({'; '.join(commands)}) 2>/dev/null || true"
 
 
 def _changed(
@@ -284,13 +290,17 @@ def _write_manifest(adb: Adb, written: Path, place: str, digest: str) -> None:
 
 
 def commands(serial: str, place: str) -> tuple[str, ...]:
-    """What to type to run the bundle on the phone, in Termux and its ssh server; see docs/android.md."""
+    """What to type to run the bundle on the phone; see docs/android.md, chapter 4, for what must be there first.
+
+    The first two lines lead into the Debian inside Termux, the others are typed there.
+    """
+    debian = f"proot-distro login debian --bind {shlex.quote(posixpath.dirname(place))}"
     inside = shlex.quote(place)
-    remote = "ssh -p 8022 127.0.0.1"
     return (
         f"adb -s {shlex.quote(serial)} forward tcp:8022 tcp:8022",
-        f"{remote} outrider check {inside} --max-tokens 16",
-        f"{remote} outrider generate {inside} -p {shlex.quote(shlex.quote('Why is the sky blue?'))}",
+        f"ssh -t -p 8022 127.0.0.1 {shlex.quote(debian)}",
+        f"~/v/bin/outrider check {inside} --max-tokens 16",
+        f"~/v/bin/outrider generate {inside} -p {shlex.quote('Why is the sky blue?')}",
     )
 
 
