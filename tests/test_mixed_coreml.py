@@ -25,10 +25,12 @@ from outrider.runtime import backends
 from outrider.runtime.check import Check, check_bundle
 from outrider.runtime.closest import graph_key
 from outrider.runtime.rounds import Engine, Request
+from outrider.targets import coreml_programs
 from outrider.targets.coreml import CoreMLGraph
 from outrider.targets.coreml_reference import read_package
 from outrider.targets.onnxruntime import OnnxGraph
 from tests import families
+from tests.test_coreml_backend import FakeModel, fake_coremltools
 from tests.test_mixed_pairs import FEW, PROMPT, SMALLEST_P, Model, chances, drafting, p_value, text
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -108,6 +110,26 @@ def test_reject_has_the_targets_distribution(open_graph: OpenGraph, target: str,
     assert p_value(engine, sampling, expected, 2, 150) > SMALLEST_P
     # The draft's own distribution is so far off that the test would notice it.
     assert p_value(Engine(open_graph("onnx", other)), sampling, expected, 0, 150) < SMALLEST_P
+
+
+def test_on_a_mac_core_ml_keeps_one_state_for_all_forwards(
+    open_graph: OpenGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_graph("state", Model(0)).close()  # exports it
+    monkeypatch.setattr(coreml_programs.sys, "platform", "darwin")
+    monkeypatch.setitem(coreml_programs.sys.modules, "coremltools", fake_coremltools())
+    monkeypatch.setattr(FakeModel, "made", [])
+    real = CoreMLGraph.load
+
+    def on_the_gpu(path: Any, meta: Any, **options: Any) -> CoreMLGraph:
+        return real(path, meta, unit="gpu", **{**options, "execution": "auto"})
+
+    monkeypatch.setattr(CoreMLGraph, "load", on_the_gpu)
+    graph = open_graph("state", Model(0))
+    assert (graph.via, graph.providers) == ("artifact", ("Core ML CPU_AND_GPU",))  # type: ignore[attr-defined]
+    oracle = Model(0).oracle
+    families.check_decoding(graph, lambda tokens: families.reference_logits(oracle, tokens), 0.03)
+    assert FakeModel.made == [("FakeModel", "CPU_AND_GPU", None)]
 
 
 @pytest.fixture(scope="module")
