@@ -289,6 +289,11 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         options(deployment_target="ios17")
     with pytest.raises(UsageError, match=r"draft_widths are \(0, 1\); each must be at least 1"):
         options(draft_widths=(0, 1))
+    with pytest.raises(
+        UsageError, match=r"draft_widths are \(1, 4096\); no forward is wider than max_context"
+    ):
+        options(draft_widths=(1, 4096))
+    assert options(draft_widths=(64, 1, 1)).draft_widths == (1, 64)
     with pytest.raises(UsageError, match="draft_context is 4096, more than max_context, 2048"):
         options(draft_context=4096)
     with pytest.raises(UsageError, match="draft_context is 8; it must be at least 16"):

@@ -117,15 +117,15 @@ class ExportOptions:
         for name, widths in (("widths", self.widths), ("draft_widths", self.draft_widths)):
             if widths and min(widths) < 1:
                 raise UsageError(f"{name} are {widths}; each must be at least 1")
+            if widths and max(widths) > self.max_context:
+                raise UsageError(
+                    f"{name} are {widths}; no forward is wider than max_context, which is {self.max_context}"
+                )
+            object.__setattr__(self, name, tuple(sorted(set(widths))))
         if self.deployment_target not in (None, *DEPLOYMENT_TARGETS):
             raise UsageError(
                 f"deployment target {self.deployment_target!r} is not known; known: {', '.join(DEPLOYMENT_TARGETS)}"
             )
-        if self.widths and max(self.widths) > self.max_context:
-            raise UsageError(
-                f"widths are {self.widths}; no forward is wider than max_context, which is {self.max_context}"
-            )
-        object.__setattr__(self, "widths", tuple(sorted(set(self.widths))))
         if self.profile == "split" and not self.widths:
             object.__setattr__(self, "widths", (1, 2, 3, 5, 9, 64))
 
