@@ -147,6 +147,20 @@ def test_blocks_of_a_gguf_file_are_carried(weight: np.ndarray, kind: str, error:
     assert found.scheme.bits == (8 if kind == "Q8_0" else 4)
 
 
+def test_superblocks_of_a_gguf_file_are_carried() -> None:
+    rng = np.random.default_rng(5)
+    data = rng.integers(0, 256, (16, 144), np.uint8)
+    data[:, :4] = (
+        rng.uniform(1e-3, 4e-3, (16, 2)).astype(np.float16).view(np.uint8)
+    )  # scales of the superblock
+    raw = RawBlocks("Q4_K", (16, 256), data)
+    source = dequantize(raw)
+    found = compress(COREML_RECIPES["int4-b32"], SLOT, source, raw=[raw])
+    assert found.report.carried
+    assert found.scales.shape == (16, 8)
+    assert np.linalg.norm(found.values() - source) <= 1e-3 * np.linalg.norm(source)
+
+
 def test_carried_minima_stand_where_a_block_is_constant_or_has_no_scale() -> None:
     weight = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     weight[1, :32], weight[2] = -0.375, 0.0
