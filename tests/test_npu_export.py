@@ -6,6 +6,7 @@ Parity of further families, trees and rollback is in `test_qnn_backend.py`.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -338,6 +339,23 @@ def test_what_qnn_does_not_take_is_an_error_with_its_reason(llama: Lowered, tmp_
     onnx.save(model, tmp_path / "w1.onnx")
     with pytest.raises(ExportError, match=r"QNN cannot compile w1.onnx for soc_model 57, htp_arch 75: .*CPU"):
         compile_contexts(tmp_path, {"1": "w1.onnx"}, ["snapdragon-8-gen3"])
+
+
+@emulated
+def test_a_binary_that_cannot_be_written_whole_is_an_error_that_speaks_of_the_disk(
+    llama: Lowered, tmp_path: Path
+) -> None:
+    """A limit on the size of files cuts a write off where a full disk would."""
+    resource = pytest.importorskip("resource", reason="this system has no limits of that kind")
+    for path in llama.files:
+        shutil.copy(path, tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(ExportError, match=r"(?s)write.*Its disk may be full .*MB are free"):
+            compile_contexts(tmp_path, {"1": "w1.onnx"}, ["snapdragon-8-gen3"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_contexts_of_unknown_devices_or_without_the_wheel_are_refused(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 from outrider.errors import ExportError
@@ -119,10 +120,11 @@ def _session(plugin: tuple[Any, list[Any]], path: Path, ids: SocIds, entries: Ma
         with emulator_speaks_on_stderr():
             return ort.InferenceSession(str(path), options)
     except Exception as error:
-        raise ExportError(
-            f"QNN cannot compile {path.name} for {ids}: {error}. Without qnn among `--backends` the bundle is "
-            "built for its other units"
-        ) from error
+        way_out = "Without qnn among `--backends` the bundle is built for its other units"
+        if "write" in str(error).lower():
+            free = disk_usage(path.parent).free / 1e6
+            way_out = f"Its disk may be full or may not be written to: {free:.0f} MB are free"
+        raise ExportError(f"QNN cannot compile {path.name} for {ids}: {error} {way_out}") from error
 
 
 def _binary(path: Path, ids: SocIds) -> str:
