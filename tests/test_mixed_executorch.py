@@ -75,10 +75,11 @@ def test_text_is_the_targets_own_whichever_library_drafts(
     expected = plain(target, sampling)
     with outrider.load(bundle, target_backend=target, draft_backend=draft, threads=1) as pipeline:
         assert [placed.backend for placed in pipeline.placement] == [target, draft]
-        for k in (1, 3):
-            found = generate(pipeline, SAMPLINGS[sampling], k=k, drafter="model")
+        for k, drafting in ((1, "serial"), (3, "serial"), (1, "overlapped")):
+            found = generate(pipeline, SAMPLINGS[sampling], k=k, drafter="model", drafting=drafting)
             assert found.text == expected
             assert found.stats.evaluated > 0
+            assert (found.stats.overlapped_rounds > 0) == (drafting == "overlapped")
 
 
 def test_a_prompt_longer_than_the_widest_forward_is_read_in_chunks(bundle: Path) -> None:

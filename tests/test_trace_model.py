@@ -11,6 +11,7 @@ import pytest
 
 from outrider.contracts import Sampling
 from outrider.errors import ContextError, TraceError, UsageError
+from outrider.runtime.context import Context
 from outrider.runtime.rounds import Request
 from outrider.targets.model_cost import DRAFT_COST, TARGET_COST, ModelCost
 from outrider.targets.physics import Work, roofline_time
@@ -18,6 +19,7 @@ from outrider.targets.trace_model import (
     WRONG,
     Stage,
     TraceDrafter,
+    TraceModelDrafter,
     TraceRun,
     TraceTarget,
     TraceText,
@@ -178,3 +180,30 @@ def test_a_text_too_long_to_be_one_is_refused_before_it_fills_the_memory(field: 
 def test_kinds_for_no_position_are_refused() -> None:
     with pytest.raises(UsageError, match=r"run 'lookup' has \[0, 1\] positions"):
         TraceText("chat", 3, 1, {"lookup": TraceRun((1,), (0,), ())})
+
+
+@pytest.mark.parametrize("right", [True, False], ids=["guessed right", "guessed wrong"])
+def test_a_trace_model_that_works_ahead_drafts_what_it_would_have_drafted_and_runs_as_much(
+    right: bool,
+) -> None:
+    """k = 2 at position 0: all right, then the guess; the round after it begins at position 3."""
+    drafted = (15,) * 12
+    accepted = (9 if right else 2,) * 12
+    text = TraceText("test", 4, 12, {"model": TraceRun(drafted, accepted)})
+    proposals, seconds = [], []
+    for ahead in (False, True):
+        stage, m = Stage(), machine()
+        drafter = TraceModelDrafter("model", stage, m, DRAFT_COST)
+        context = Context(stage.begin(text))
+        rng = np.random.default_rng(0)
+        first = drafter.propose(context, 2, Sampling(), rng)
+        ran = list(drafter.assume(2, rng)) if ahead else []
+        context.extend([*first.tokens.tolist(), 2])  # the third token of an answer is 2
+        begin = m.clock()
+        proposals.append(drafter.propose(context, 2, Sampling(), rng).tokens.tolist())
+        seconds.append(m.clock() - begin)
+        if ahead:
+            assert (ran[0] == 2) == right
+            assert ran[1:] == proposals[0]
+    assert proposals[0] == proposals[1]
+    assert seconds[1] == 0.0 if right else seconds[1] > 0.0

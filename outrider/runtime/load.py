@@ -306,6 +306,8 @@ def _apart(placement: Sequence[Placement]) -> bool:
     units = [placed.unit for placed in placement]
     if len(units) < 2 or any(placed.emulated for placed in placement):
         return False
+    if {placed.backend for placed in placement} == {"executorch"}:
+        return False  # its programs take turns: they share one pool of threads
     kinds = {unit_kind(unit) for unit in units}
     return len(kinds) > 1 or all(cores_of(unit) is not None for unit in units)
 

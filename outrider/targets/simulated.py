@@ -48,6 +48,8 @@ CHARGE_LOSS = 0.1  # of a charger's power: heats the case
 SYSTEM_MEMORY_SHARE = 0.3  # of all memory: the system and what it always runs
 LOAD_MB_PER_S = 400.0
 """Assumed: how fast a model that was released is there again, from storage to its first forward."""
+DRAM_SHARE = 0.8
+"""Assumed: what units reach together, of the bandwidth on the data sheet."""
 _TINY = 1e-9  # s; float noise of adding up times
 _SPECIMEN = {
     *("bandwidth_gb_s", "sustained_gops", "busy_w", "pj_per_op", "launch_ms"),
@@ -264,7 +266,8 @@ class Machine:
             return alone
         turns = _turns(forwards)
         asked = sum(job.work.bytes / (span * n) for job, span, n in zip(forwards, alone, turns, strict=True))
-        there = max(job.rates.bytes_s for job in forwards) * self.memory_clock_ratio * ours
+        most = max(DRAM_SHARE * 1e9 * self.device.memory.peak_gb_s, *(job.rates.bytes_s for job in forwards))
+        there = most * self.memory_clock_ratio * ours
         share = ours * min(1.0, there / asked)
         return [n * self._roofline(job, share) for job, n in zip(forwards, turns, strict=True)]
 

@@ -7,7 +7,7 @@ wrong is id 3. So a round commits exactly what the recorded models would have co
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -161,6 +161,15 @@ class TraceTarget:
         """Nothing to free."""
 
 
+@dataclass
+class _Ahead:
+    """What was drafted ahead: where in the answer, whether the guess before it is right, and forwards that ran."""
+
+    place: int
+    right: bool
+    forwards: int = 0
+
+
 class TraceDrafter:
     """Drafts what the recorded drafter `name` drafted at this position, right and wrong tokens alike.
 
@@ -185,6 +194,8 @@ class TraceDrafter:
         self._machine, self._cost, self._unit, self._precision = machine, cost, unit, precision
         self._source: Sequence[int] | None = None
         self._seen = 0  # tokens of the context that the draft's cache holds
+        self._proposed = (0, 0)  # where in the answer the last proposal began, and its length
+        self._ahead: _Ahead | None = None
         self.loaded = True
         if machine is not None and cost is not None:
             machine.hold("draft", cost.resident_mb)
@@ -210,6 +221,7 @@ class TraceDrafter:
         drafted = min(k, self._run.drafted[position])
         right = min(drafted, self._run.accepted[position])
         self._spend(context, min(k, self._run.drafted[position] + 1), right)
+        self._proposed = (position, drafted)
         tokens = [(position + i) % 3 for i in range(right)] + [WRONG] * (drafted - right)
         return Proposal(np.array(tokens, np.int64), np.arange(-1, drafted - 1))
 
@@ -218,7 +230,7 @@ class TraceDrafter:
 
     def reset(self) -> None:
         """Forget all context."""
-        self._source, self._seen = None, 0
+        self._source, self._seen, self._ahead = None, 0, None
 
     def release(self) -> None:
         """Give the draft model's memory back; lookup has none."""
@@ -251,10 +263,48 @@ class TraceDrafter:
         """Run the forwards; the cache then holds the context and the right drafts that were run."""
         if self._machine is None or self._cost is None:
             return
+        ahead, self._ahead = self._ahead, None
+        came_true = ahead is not None and ahead.right and ahead.place == self._position(context)
+        ran = ahead.forwards if came_true and ahead is not None and context is self._source else 0
         backlog = self.backlog(context)
-        for step in range(forwards):
+        for step in range(ran, forwards):
             width = backlog if step == 0 else 1
             length = len(context) - backlog if step == 0 else len(context) + step - 1
-            self._machine.execute(self._unit, self._cost.work(width, length), self._precision)
+            self._execute(width, length)
         self._source = context
         self._seen = len(context) + min(right, forwards - 1)
+
+    def _execute(self, width: int, length: int) -> None:
+        assert self._machine is not None
+        assert self._cost is not None
+        self._machine.execute(self._unit, self._cost.work(width, length), self._precision)
+
+
+class TraceModelDrafter(TraceDrafter):
+    """A `TraceDrafter` with a cost, which can draft beside a verify forward (`runtime.overlap`)."""
+
+    def assume(self, k: int, rng: np.random.Generator) -> Generator[int, None, None]:
+        """The recorded draft behind the last proposal and the token that was drafted after it.
+
+        Nothing where the draft stopped there by itself, or the answer ends.
+        """
+        run, (position, drafted) = self._run, self._proposed
+        place = position + drafted + 1
+        if run.drafted[position] <= drafted or place >= self.stage.current.tokens:
+            return
+        right = run.accepted[position] > drafted
+        ahead = self._ahead = _Ahead(place, right)
+        start = self.stage.current.prompt_tokens + place
+        self._execute(1, start - 2)
+        yield (place - 1) % 3 if right else WRONG
+        done = False
+        try:
+            for step in range(min(k, run.drafted[place] + 1)):
+                self._execute(1, start + step - 1)
+                ahead.forwards = step + 1
+                if step < run.drafted[place]:
+                    yield (place + step) % 3 if step < run.accepted[place] else WRONG
+            done = True
+        finally:
+            if not done:
+                self._ahead = None

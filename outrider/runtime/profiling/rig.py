@@ -30,7 +30,7 @@ from outrider.targets.device import Device
 from outrider.targets.model_cost import DRAFT_COST, TARGET_COST, ModelCost, model_cost, nominal_energy
 from outrider.targets.physics import Work
 from outrider.targets.simulated import HeldGraph, Machine, SimulatedGraph
-from outrider.targets.trace_model import Stage, TraceDrafter, TraceTarget, TraceText
+from outrider.targets.trace_model import Stage, TraceDrafter, TraceModelDrafter, TraceTarget, TraceText
 from outrider.targets.trace_model import cycle as cycle_texts
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class Rig:
     `texts()` gives a sequence that starts anew: a call of it, with a category or None, begins the next text.
     `plain` is a plain forward, for estimates where nothing meters.
     `machine` is the simulated one, None on a real machine. `sleep` pauses; `monitor` reads the sensors when
-    it is polled, or in a thread of its own. `target_mb` and `draft_mb` are what the models take.
+    it is polled, or in a thread of its own. `target_mb` and `draft_mb` are what the models take. `apart` are the
+    drafters that have a unit of their own.
     """
 
     target: Graph
@@ -96,6 +97,7 @@ class Rig:
     draft_mb: float = 0.0
     prior: Energy | None = None
     plain: Work | None = None
+    apart: frozenset[str] = frozenset()
     provenance: Mapping[str, str] = field(default_factory=dict)
     _energy_model: EnergyModel | None = None
 
@@ -137,6 +139,8 @@ class Rig:
             clock=self.clock,
             pacer=pacer,
             sleep=self.sleep,  # type: ignore[arg-type]
+            apart=self.apart,
+            timeline=self.machine.lanes if self.machine is not None else None,
         )
         engine.reset()
         return engine
@@ -169,7 +173,7 @@ def trace_rig(
     drafters: dict[str, Drafter] = {}
     for name in dict.fromkeys(name for text in texts for name in text.runs):
         costly = name == "model"
-        drafters[name] = TraceDrafter(
+        drafters[name] = (TraceModelDrafter if costly else TraceDrafter)(
             name, stage, machine if costly else None, draft_cost if costly else None, draft_unit
         )
     machine.hold("target", target_cost.resident_mb)
@@ -188,6 +192,9 @@ def trace_rig(
         draft_mb=draft_cost.resident_mb if "model" in drafters else 0.0,
         prior=nominal_energy(device, target_cost, costs, unit, draft_unit),
         plain=target_cost.work(1, PLAIN_LENGTH),
+        apart=frozenset(
+            {"model"} if (draft_unit or device.decode_unit) != (unit or device.decode_unit) else ()
+        ),
     )
 
 
