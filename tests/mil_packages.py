@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 ct = pytest.importorskip("coremltools")
 
@@ -17,11 +18,14 @@ from coremltools.converters.mil import Builder as mb  # noqa: E402, N813
 from coremltools.converters.mil.mil import types  # noqa: E402
 
 IOS18 = ct.target.iOS18
+SINGLE = np.float32
 MODEL = "Data/com.apple.CoreML/model.mlmodel"
 WEIGHTS = "Data/com.apple.CoreML/weights/weight.bin"
 __all__ = [
     "IOS18",
     "MODEL",
+    "SINGLE",
+    "TINY",
     "WEIGHTS",
     "convert",
     "ct",
@@ -29,8 +33,11 @@ __all__ = [
     "edit_model",
     "grid",
     "mb",
+    "operation_of",
     "program",
     "spec",
+    "tiny_answer",
+    "tiny_package",
     "traced",
     "types",
 ]
@@ -55,8 +62,6 @@ def program(
 
 def traced(module: Any, *examples: Any) -> Any:
     """A torch module as coremltools takes it for flexible shapes."""
-    import torch
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is going, and coremltools wants it
         return torch.jit.trace(module.eval(), examples)
@@ -88,3 +93,40 @@ def edit_manifest(path: Path, **changes: Any) -> Path:
     content = {**json.loads(manifest.read_text()), **changes}
     manifest.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
     return path
+
+
+def operation_of(model: Any, kind: str) -> Any:
+    block = next(iter(model.mlProgram.functions["main"].block_specializations.values()))
+    return next(each for each in block.operations if each.type == kind)
+
+
+class Tiny(torch.nn.Module):
+    """A linear, an activation, a 1×1 convolution and a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(16, 24), torch.nn.Conv2d(24, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.nn.functional.silu(self.first(x))  # [1, S, 24]
+        return self.second(hidden.transpose(1, 2).unsqueeze(2)).softmax(1)  # [1, 8, 1, S]
+
+
+TINY = Tiny().eval()
+
+
+def tiny_package(path: Path, target: Any = IOS18, shape: Any = (1, 5, 16), **options: Any) -> Path:
+    inputs = [ct.TensorType(name="x", shape=shape, dtype=options.pop("dtype", SINGLE))]
+    return convert(
+        path,
+        traced(TINY, torch.zeros(1, 5, 16)),
+        target,
+        inputs=inputs,
+        outputs=[ct.TensorType(name="y", dtype=SINGLE)],
+        **options,
+    )
+
+
+def tiny_answer(x: np.ndarray) -> np.ndarray:
+    return TINY(torch.from_numpy(x.astype(SINGLE))).detach().numpy()

@@ -132,9 +132,8 @@ def _parse(model_file: Path) -> Any:
             f"{model_file}: specification version {model.specificationVersion}; the evaluator reads {known}"
         )
     if model.WhichOneof("Type") != "mlProgram":
-        raise BackendError(
-            f"{model_file} is a {model.WhichOneof('Type')}; only an ML program can be evaluated"
-        )
+        kind = model.WhichOneof("Type") or "model without content"
+        raise BackendError(f"{model_file} is a {kind}; only an ML program can be evaluated")
     if model.mlProgram.version != PROGRAM_VERSION:
         raise BackendError(
             f"{model_file}: ML program version {model.mlProgram.version}; the evaluator reads {PROGRAM_VERSION}"

@@ -15,6 +15,7 @@ from outrider.targets.coreml_reference.constexpr import CONSTEXPR
 from outrider.targets.coreml_reference.folding import STATE_OPERATIONS, constant_outputs
 from outrider.targets.coreml_reference.registry import Operation, lookup
 from outrider.targets.coreml_reference.structure import Argument, MilFunctionDef, MilOperation
+from outrider.targets.coreml_reference.types import MilType
 from outrider.targets.coreml_reference.values import plain
 
 __all__ = ["Plan", "check_operations", "make_plan"]
@@ -95,6 +96,11 @@ class Plan:
     unused_after: tuple[tuple[str, ...], ...]
     outputs: tuple[str, ...]
     constant_values: Mapping[str, Array]
+
+    @property
+    def made(self) -> dict[str, MilType]:
+        """Every value that is computed in a run (not the constants), with its declared type."""
+        return {name: declared for step in self.steps for name, declared in step.operation.outputs}
 
     def run(self, inputs: Values, buffers: Values, also: Sequence[str] = ()) -> Values:
         """The outputs, and the values named in `also`; empties `inputs`, and leaves the new state in `buffers`."""

@@ -74,7 +74,7 @@ class MilFunction:
         """
         plan = self._planned()
         given = check_inputs(self.inputs, inputs, self.name)
-        types = self._types(also)
+        types = self._types(plan, also)
         buffers = self._buffers(state)
         values = plan.run({name: _widened(array) for name, array in given.items()}, buffers, also)
         if state is not None:
@@ -88,14 +88,15 @@ class MilFunction:
             self._plan = make_plan(self.definition, self._constants)
         return self._plan
 
-    def _types(self, also: Sequence[str]) -> dict[str, np.dtype[Any]]:
-        """Element types of what a prediction returns; values named in `also` must be made by an operation."""
-        made = {name: declared for each in self.definition.operations for name, declared in each.outputs}
-        unknown = [name for name in also if name not in made]
-        if unknown:
-            raise BackendError(f"function {self.name!r} makes no value {unknown[0]!r}")
+    def _types(self, plan: Plan, also: Sequence[str]) -> dict[str, np.dtype[Any]]:
+        """Element types of what a prediction returns."""
         types = {name: DTYPES[self.outputs[name].dtype] for name in self.definition.outputs}
-        return {**types, **{name: DTYPES[made[name].dtype] for name in also}}
+        made = plan.made if also else {}
+        for name in also:
+            if name not in made:
+                raise BackendError(f"function {self.name!r} computes no value {name!r} in a run")
+            types[name] = DTYPES[made[name].dtype]
+        return types
 
     def _buffers(self, state: MilState | None) -> Values:
         if state is None:
