@@ -20,7 +20,7 @@ from outrider.export.coreml_target import export_coreml_target
 from outrider.export.lowered import Lowered
 from outrider.export.slots import SlotWeights
 from outrider.quantize.coreml_recipes import Blocks, Palette, coreml_recipe, with_coreml_overrides
-from outrider.targets.ane_lint import lint_package
+from outrider.targets.ane_lint import PlannedOperation, lint_package
 from outrider.targets.coreml import CoreMLGraph
 from outrider.targets.coreml_reference import MilFunctionDef, MilProgram, read_package
 from tests import families
@@ -254,6 +254,27 @@ def test_a_gpu_s_format_is_an_error_on_the_neural_engine(tmp_path: Path, llama: 
         ("blockwise-scale", "w1"),
         ("blockwise-scale", "w32"),
     }
+
+
+def test_core_ml_s_own_plan_joins_the_rules_and_its_silence_is_told(exported: tuple[Path, Lowered]) -> None:
+    plan = [
+        PlannedOperation("w1", "layers_0_query", "conv", "npu", ("cpu", "npu")),
+        PlannedOperation("w1", "logits_0", "conv", "cpu", ("cpu",)),
+    ]
+    report = lint_package(exported[0], planner=lambda package: plan)
+    assert report.planned
+    assert report.plan_note == "Core ML's plan says nothing of w16, w2"
+    errors = [finding for finding in report.findings if finding.severity == "error"]
+    assert [(one.rule, one.function, one.operation) for one in errors] == [("compute-plan", "w1", "logits_0")]
+
+
+def test_a_mac_that_cannot_plan_leaves_the_rules_and_says_why(exported: tuple[Path, Lowered]) -> None:
+    def planner(package: Path) -> list[PlannedOperation]:
+        raise BackendError("Core ML has no plan")
+
+    report = lint_package(exported[0], planner=planner)
+    assert (report.planned, report.plan_note) == (False, "Core ML has no plan")
+    assert report.count("info") > 0
 
 
 def test_a_package_for_the_gpu_does_not_pass_for_one_of_the_neural_engine(

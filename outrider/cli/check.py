@@ -123,7 +123,9 @@ def _lint_lines(lint: LintReport) -> list[str]:
             where = ", ".join(rule.functions)
             lines.append(f"    {rule.count} x {kind} {rule.rule} in {where}: {rule.says} ({rule.source})")
             lines.append(f"      as {rule.examples[0]}")
-    asked = "Core ML's own plan is among them" if lint.planned else f"Core ML was not asked: {lint.plan_note}"
+    asked = f"Core ML was not asked: {lint.plan_note}"
+    if lint.planned:
+        asked = "Core ML's own plan is among them" + (f"; {lint.plan_note}" if lint.plan_note else "")
     return [*lines, f"    {asked}"]
 
 

@@ -80,7 +80,7 @@ class LintReport:
     """What was found in a package.
 
     `rules` counts everything, the most severe first; `findings` are the errors and warnings one by one. `planned`:
-    Core ML's own plan is among them; `plan_note` says why it is not.
+    Core ML's own plan is among them; `plan_note` says why it is not, or of which functions it says nothing.
     """
 
     operations: int  # that compute something, in all functions
@@ -176,10 +176,19 @@ def lint_package(package: Path, planner: Planner | None = None, *, ask: bool = T
     planned = not note
     if planned:
         try:
-            findings += plan_findings((planner or compute_plan)(package))
+            plan = (planner or compute_plan)(package)
+            findings += plan_findings(plan)
+            note = _unplanned(outlines, plan)
         except (BackendError, MissingExtraError) as error:
             planned, note = False, str(error)
     return report_of(findings, sum(len(outline.steps) for outline in outlines), planned, note)
+
+
+def _unplanned(outlines: Sequence[FunctionOutline], plan: Sequence[PlannedOperation]) -> str:
+    """Which functions a plan is silent about: coremltools cannot ask for one by name."""
+    told = {step.function for step in plan if step.preferred is not None}
+    silent = [outline.name for outline in outlines if outline.name not in told]
+    return f"Core ML's plan says nothing of {', '.join(silent)}" if silent else ""
 
 
 def no_plan_here() -> str:
