@@ -119,6 +119,7 @@ class Directive:
             "k_max": self.k_max,
             "k_share": self.k_share,
             "draft_loaded": self.draft_loaded,
+            "overlap": self.overlap,
             "time_to_throttle_s": self.time_to_throttle_s,
             "flags": list(self.flags),
             "reason": self.reason,

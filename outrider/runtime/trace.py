@@ -3,7 +3,7 @@
 Header of `decode`: `sampling` (all fields), `vocab_limit`, `prompt`, `stop_ids`, `max_new_tokens`; other keys
 are free.
 
-`decode` round: `position` (of the first token to commit), `plan` (drafter, k, reason), `proposal` (tokens,
+`decode` round: `position` (of the first token to commit), `plan` (drafter, k, mode, reason), `proposal` (tokens,
 parents, rule, `vocab_ids` and `q` as lists or null), `rows`, `tokens`, `path`, `evaluated`, `cut`. A row, one
 for each decision in order: `row`, `top` (ids, values and logsumexp of the processed logits), `uniform` or
 null, `chances` (ids and probs of what was drawn from; null when greedy or above 4096 ids), `token`, `node`.
@@ -47,7 +47,7 @@ class TraceWriter(LineWriter):
         self.write(
             {
                 "position": position,
-                "plan": {"drafter": plan.drafter, "k": plan.k, "reason": plan.reason},
+                "plan": {"drafter": plan.drafter, "k": plan.k, "mode": plan.mode, "reason": plan.reason},
                 "proposal": proposal,
                 "rows": [_row_record(row) for row in judged],
                 "tokens": decision.tokens,
