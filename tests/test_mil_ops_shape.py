@@ -118,6 +118,7 @@ CASES = [
         num_splits=2,
     ),
     case("tile", "each axis", lambda x, reps: x.repeat(2, 1, 3), x=X, reps=INTS([2, 1, 3])),
+    case("tile", "no times", np.zeros((2, 0, 4), np.float32), x=X, reps=INTS([1, 0, 1])),
     case("pad", "zeros on the last axes", lambda x, pad: F.pad(x, [2, 0, 0, 1]), x=X, pad=INTS([0, 1, 2, 0])),
     case(
         "pad",
@@ -352,6 +353,7 @@ REFUSED = [
     ("split", {"x": X, "axis": 1, "split_sizes": INTS([1, 1])}, "axis 1 has 3 values"),
     ("split", {"x": X, "axis": 1}, "num_splits = None"),
     ("tile", {"x": X, "reps": INTS([1, 2])}, "'tile' with reps"),
+    ("tile", {"x": X, "reps": INTS([1, -1, 1])}, "none negative"),
     ("pad", {"x": X, "pad": INTS([1, 1]), "mode": "circular"}, "mode = 'circular'"),
     ("pad", {"x": X, "pad": INTS([4, 0]), "mode": "reflect"}, "no more values"),
     ("pad", {"x": X, "pad": INTS([-1, 0])}, "'pad' with pad"),

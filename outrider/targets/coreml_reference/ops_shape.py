@@ -135,10 +135,10 @@ def split(x: Any, axis: Any, num_splits: Any = None, split_sizes: Any = None) ->
 
 @operation("tile", rounds=False)
 def tile(x: Any, reps: Any) -> Array:
-    """x repeated along each axis."""
+    """x repeated along each axis. Counted at run time it may be 0 times: PyTorch's nan_to_num converts to that."""
     times = whole_numbers(reps)
-    if len(times) != np.ndim(x) or min(times, default=1) < 1:
-        refuse("tile", "reps", times, f"one positive number for each axis of x {np.shape(x)} is wanted")
+    if len(times) != np.ndim(x) or min(times, default=0) < 0:
+        refuse("tile", "reps", times, f"one number for each axis of x {np.shape(x)} is wanted, none negative")
     return np.tile(x, times)
 
 
