@@ -188,8 +188,14 @@ def run(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
             }
             if not arguments.keep:
                 shutil.rmtree(place / precision)
+            _save(record, arguments.json)  # a recipe takes minutes; the others' figures stay if one fails
         record["one_function_bytes"] = _one_function(checkpoint, place / "one", arguments)
     return record
+
+
+def _save(record: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _one_function(checkpoint: Checkpoint, place: Path, arguments: argparse.Namespace) -> int:
@@ -251,8 +257,7 @@ def main() -> None:
         f"{first}: {len(WIDTHS)} functions in {whole / 1e6:.1f} MB, one in {one / 1e6:.1f} MB ({whole / one - 1:+.2%})"
         f"\n{describe(record['machine'])}"
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    _save(record, arguments.json)
 
 
 if __name__ == "__main__":
