@@ -6,6 +6,7 @@ N outputs, K inputs, C channels, S spatial positions.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ def einsum(values: Any, equation: str) -> Array:
     return np.asarray(np.matmul(left, right).swapaxes(-3, -2))
 
 
+@cache
 def _canonical(equation: str) -> str:
     """The equation with its letters renamed in order of appearance."""
     names: dict[str, str] = {}

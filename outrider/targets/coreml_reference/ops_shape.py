@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -129,7 +130,7 @@ def split(x: Any, axis: Any, num_splits: Any = None, split_sizes: Any = None) ->
     if sum(sizes) != total or min(sizes) < 0 or num_splits not in (None, len(sizes)):
         refuse("split", "split_sizes", sizes, f"axis {along} has {total} values, num_splits is {num_splits}")
     ahead = (slice(None),) * along
-    ends = np.cumsum(sizes).tolist()
+    ends = itertools.accumulate(sizes)
     return tuple(x[(*ahead, slice(end - size, end))] for size, end in zip(sizes, ends, strict=True))
 
 
