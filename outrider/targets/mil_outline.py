@@ -57,8 +57,8 @@ class FunctionOutline:
     @cached_property
     def constants(self) -> Mapping[str, NDArray[Any]]:
         """Constants by name that stand in the program itself, not in its weight file."""
-        held = ((step.output, step.attributes.get("val")) for step in self.program.operations)
-        return {name: value.content for name, value in held if value and _stands_here(value)}
+        held = ((step.output, _array(step.attributes.get("val"))) for step in self.program.operations)
+        return {name: array for name, array in held if array is not None}
 
     def activations(self) -> Iterator[tuple[str, MilType]]:
         """Every value that is given, or computed, when the function runs; states are not among them."""
@@ -77,8 +77,8 @@ class FunctionOutline:
         """The value of a parameter that is a scalar constant of the program; None otherwise."""
         given = step.inputs.get(parameter)
         value = self.constants.get(given) if isinstance(given, str) else None
-        if isinstance(given, Constant) and _stands_here(given):
-            value = given.content
+        if isinstance(given, Constant):
+            value = _array(given)
         return value.reshape(-1)[0].item() if value is not None and value.size == 1 else None
 
     def is_constant(self, step: MilOperation, parameter: str) -> bool:
@@ -110,5 +110,8 @@ def _holds_constants(step: MilOperation) -> bool:
     return step.type == "const" or step.type.startswith("constexpr_")
 
 
-def _stands_here(value: Constant) -> bool:
-    return not isinstance(value.content, BlobPointer) and value.content.dtype != np.object_
+def _array(value: Constant | None) -> NDArray[Any] | None:
+    """The numbers of a constant that stand in the program itself."""
+    if value is None or isinstance(value.content, BlobPointer) or value.content.dtype == np.object_:
+        return None
+    return value.content
