@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from outrider.errors import UsageError
+from outrider.errors import ExportError, UsageError
 from outrider.export import staging
 from outrider.export.staging import fresh_folder
 from outrider.manifest import MANIFEST_NAME
@@ -106,6 +108,27 @@ def test_a_place_that_no_folder_can_take_is_refused_before_any_work(
         fresh_folder(Path(), False).__enter__()
     with pytest.raises(UsageError, match="is a file system of its own"):
         fresh_folder(Path("/"), False).__enter__()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_may_not_be_written_to_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refused(**named: Any) -> str:
+        raise OSError(number, os.strerror(number), str(named["dir"] / ".bundle.abcdefgh.partial"))
+
+    monkeypatch.setattr(staging.tempfile, "mkdtemp", refused)
+    with pytest.raises(ExportError, match=rf"{tmp_path} may not be written to \(.*\); choose another folder"):
+        fresh_folder(tmp_path / "bundle", False).__enter__()
+
+
+def test_an_error_of_a_file_elsewhere_is_not_blamed_on_the_output(tmp_path: Path) -> None:
+    block = fresh_folder(tmp_path / "bundle", False)
+    block.__enter__()
+    error = PermissionError(errno.EACCES, "Permission denied", "/models/weights.safetensors")
+    with pytest.raises(ExportError, match=r"writing the bundle failed: .*/models/weights"):
+        block.__exit__(type(error), error, None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_locks_nothing_of_others_is_taken_away(

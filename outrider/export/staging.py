@@ -151,4 +151,7 @@ def _disk_error(error: OSError, output: Path) -> Exception:
         return ExportError(
             f"the disk of {output.parent} is full; nothing was written. Free space, then again"
         )
+    where = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else Path()
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and where.is_relative_to(output.parent):
+        return ExportError(f"{output.parent} may not be written to ({error.strerror}); choose another folder")
     return ExportError(f"writing the bundle failed: {error}; nothing was written")
