@@ -21,7 +21,7 @@ from outrider.errors import ExportError, MissingExtraError
 from outrider.export.config import ModelConfig
 from outrider.export.coreml import MASKED
 from outrider.export.coreml_calibrate import fitted_recipe, slot_moments, stream_scale
-from outrider.export.coreml_package import AUTHOR, MODEL, WEIGHT_FILE, WEIGHTS, get_target
+from outrider.export.coreml_package import AUTHOR, MODEL, WEIGHT_FILE, WEIGHTS, get_target, manifest
 from outrider.export.coreml_target_graph import StateGraph
 from outrider.export.lowered import Lowered
 from outrider.export.onnx import check_request, graph_meta
@@ -201,13 +201,14 @@ def _convert(
 
 
 def _describe(package: Path, model: Any, metadata: Mapping[str, str]) -> tuple[Path, ...]:
-    """Put metadata into the package's specification, without the date of the day; returns all files."""
+    """Put metadata into the package's specification; returns all files, which hold no date and nothing random."""
     described = model.description.metadata.userDefined
     described.pop("com.github.apple.coremltools.conversion_date", None)
     described.update(metadata)
     data = package / "Data" / AUTHOR
     (data / MODEL).write_bytes(model.SerializeToString(deterministic=True))
     files = (package / "Manifest.json", data / MODEL, data / WEIGHTS / WEIGHT_FILE)
+    files[0].write_text(json.dumps(manifest(), indent=4, sort_keys=True) + "\n", encoding="utf-8")
     for path in files:
         path.chmod(0o644)
     return files
