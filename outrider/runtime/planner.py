@@ -257,8 +257,9 @@ class Planner:
         if not self._estimates.verify_s or name not in self._estimates.draft_s:
             return plan
         kinds = {name: kinds.get(name, "")}
-        best = choose(self.costs, self.acceptance(kinds), self.objective, limits)
-        return replace(plan, mode=self._try_overlap(best, kinds, self.objective, limits).mode)
+        objective = directive.objective if directive is not None else self.objective
+        best = choose(self.costs, self.acceptance(kinds), objective, limits)
+        return replace(plan, mode=self._try_overlap(best, kinds, objective, limits).mode)
 
     def paced(self, plan: Plan, directive: Directive) -> Plan:
         """A plan that was fixed by its user, with the pause that the directive asks for."""
