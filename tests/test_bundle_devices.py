@@ -195,6 +195,20 @@ def test_quick_samples_the_emulator_only_and_tells_how_long_it_takes(soc_bundle:
 
 
 @emulated
+def test_quick_writes_one_short_text_with_an_emulated_draft_and_whole_ones_without(soc_bundle: Path) -> None:
+    result = check_bundle(soc_bundle, max_tokens=12, quick=True, threads=1, draft_unit="npu")
+    assert result.ok, result.problems
+    found = [(text.drafter, text.k, text.tokens) for text in result.texts]
+    lookup = [entry for entry in found if entry[0] == "lookup"]
+    assert found == [*lookup, ("model", "2", 8)]
+    assert len(lookup) == 6
+    assert max(tokens for *_, tokens in lookup) == 12
+    npu = graphs_of(result, "draft")[0]
+    assert npu.acceptance is not None
+    assert npu.acceptance > 0.5  # the draft is the target itself
+
+
+@emulated
 def test_an_emulated_draft_leaves_the_text_as_it_is(soc_bundle: Path) -> None:
     with outrider.load(soc_bundle, threads=1) as pipeline:
         placed = {place.role: place for place in pipeline.placement}

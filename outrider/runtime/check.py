@@ -31,6 +31,10 @@ PROMPTS = (
     "Write a short Python function that adds two numbers.",
 )
 DRAFTED = (2, 5)  # tokens a round
+QUICK_PROMPT, QUICK_TOKENS = (
+    2,
+    8,
+)  # of a text on an emulator, which takes seconds for one and a minute for a wide forward
 UNEVALUATED_TOKENS = 48  # as many as a probe holds
 Progress = Callable[[str, float], None]
 
@@ -70,7 +74,7 @@ def check_bundle(
 ) -> Check:
     """Run every check on every graph. Raises BundleError for damaged files; what fails is in the problems.
 
-    `quick` runs a few steps only of graphs that an emulator runs.
+    `quick` runs a few steps only of graphs that an emulator runs, and one short text where the text needs them.
     """
     tell = progress or (lambda stage, part: None)
     tell("hashes", 0.0)
@@ -80,7 +84,7 @@ def check_bundle(
         texts: list[TextCheck] = []
         if not any(graph.problems and graph.via is None for graph in graphs):
             try:
-                texts = _check_texts(pipeline, max_tokens, _width_noise(graphs, pipeline), tell)
+                texts = _check_texts(pipeline, max_tokens, _width_noise(graphs, pipeline), quick, tell)
             except BackendError as error:
                 problems.append(f"greedy text: {error}")
         graphs = [_with_acceptance(graph, texts, pipeline.placement) for graph in graphs]
@@ -161,28 +165,52 @@ def _unevaluated(pipeline: Pipeline, graph: Graph) -> Probe:
     return Probe(np.asarray(ids, np.int64), (len(ids) - 1,), None)
 
 
-def _check_texts(pipeline: Pipeline, max_tokens: int, noise: float, tell: Progress) -> list[TextCheck]:
-    results: list[TextCheck] = []
+@dataclass(frozen=True)
+class _Text:
+    """One text, and the drafters and draft lengths that are to leave it as it is."""
+
+    prompt: str
+    prompt_tokens: int | None  # of it; None = as many as fit
+    max_tokens: int
+    drafted: tuple[tuple[str, int], ...]
+
+
+def _texts(pipeline: Pipeline, max_tokens: int, quick: bool) -> list[_Text]:
+    """Every prompt with every drafter; one short text where an emulator takes part and that is to be quick."""
     widest = max(pipeline.engine.target.widths or (max(DRAFTED) + 1,))
     lengths = sorted({min(k, widest - 1) for k in DRAFTED} - {0})
-    for index, prompt in enumerate(PROMPTS):
-        tell("greedy text", index / len(PROMPTS))
-        plain = _greedy(pipeline, prompt, None, 0, max_tokens)
-        for drafter in pipeline.engine.drafters:
-            for k in lengths:
-                drafted = _greedy(pipeline, prompt, drafter, k, max_tokens)
-                results.append(_compare(drafter, k, plain, drafted, noise))
+    emulated = {placed.role for placed in pipeline.placement if placed.emulated and quick}
+    drafters = list(pipeline.engine.drafters)
+    slow = [name for name in drafters if "target" in emulated or (name == "model" and "draft" in emulated)]
+    fast = tuple((name, k) for name in drafters if name not in slow for k in lengths)
+    texts = [_Text(prompt, None, max_tokens, fast) for prompt in PROMPTS] if fast else []
+    if slow and lengths:
+        short = min(max_tokens, QUICK_TOKENS)
+        texts.append(_Text(PROMPTS[0], QUICK_PROMPT, short, tuple((name, lengths[0]) for name in slow)))
+    return texts
+
+
+def _check_texts(
+    pipeline: Pipeline, max_tokens: int, noise: float, quick: bool, tell: Progress
+) -> list[TextCheck]:
+    results: list[TextCheck] = []
+    texts = _texts(pipeline, max_tokens, quick)
+    for index, text in enumerate(texts):
+        tell("greedy text", index / len(texts))
+        plain = _greedy(pipeline, text, None, 0)
+        for drafter, k in text.drafted:
+            results.append(_compare(drafter, k, plain, _greedy(pipeline, text, drafter, k), noise))
     return results
 
 
-def _greedy(pipeline: Pipeline, prompt: str, drafter: str | None, k: int, max_tokens: int) -> Result:
+def _greedy(pipeline: Pipeline, text: _Text, drafter: str | None, k: int) -> Result:
     pipeline.reset()
     if pipeline.template is None:
-        ids = pipeline.tokenizer.encode(prompt)
+        ids = pipeline.tokenizer.encode(text.prompt)
     else:
-        ids = pipeline.chat_tokens([{"role": "user", "content": prompt}])
-    fitting = ids[: pipeline.engine.target.max_context // 2]
-    return pipeline.generate(fitting, k=k, drafter=drafter, max_tokens=max_tokens, logprobs=2)
+        ids = pipeline.chat_tokens([{"role": "user", "content": text.prompt}])
+    fitting = ids[: text.prompt_tokens or pipeline.engine.target.max_context // 2]
+    return pipeline.generate(fitting, k=k, drafter=drafter, max_tokens=text.max_tokens, logprobs=2)
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
