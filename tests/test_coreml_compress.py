@@ -147,6 +147,13 @@ def test_blocks_of_a_gguf_file_are_carried(weight: np.ndarray, kind: str, error:
     assert found.scheme.bits == (8 if kind == "Q8_0" else 4)
 
 
+def test_blocks_of_four_bits_are_carried_where_eight_were_asked_for_too(weight: np.ndarray) -> None:
+    raw = raw_of(weight, "Q4_0")
+    found = compress(COREML_RECIPES["int4-b32"], "head", dequantize(raw), raw=[raw])
+    assert (found.report.after, found.report.carried) == ("int4-b32", True)
+    np.testing.assert_array_equal(found.values(), dequantize(raw))
+
+
 def test_superblocks_of_a_gguf_file_are_carried() -> None:
     rng = np.random.default_rng(5)
     data = rng.integers(0, 256, (16, 144), np.uint8)

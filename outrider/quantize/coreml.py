@@ -3,8 +3,9 @@
 `compress` is the one way from a float matrix to what a package holds; `constexpr` writes it into a MIL program as
 `constexpr_lut_to_dense` or `constexpr_blockwise_shift_scale` (MIL opset of iOS 18): value = scale * (code - offset).
 
-A GGUF file's own 4-bit blocks are carried into a 4-bit scheme, codes as they are: a negative scale (Q4_0) turns its
-codes around, and a minimum (Q4_1, Q4_K) becomes an offset in half precision. Wider sources become 8-bit blocks.
+Where blocks of 32 are asked for, a GGUF file's own 4-bit blocks are carried, codes as they are: a negative scale
+(Q4_0) turns its codes around, a minimum (Q4_1, Q4_K) becomes an offset in half precision. Wider sources become blocks
+of 8 bits, which hold those of Q8_0 exactly.
 """
 
 from __future__ import annotations
@@ -215,14 +216,9 @@ def _blocks(
     raw: Sequence[RawBlocks] | None,
     moment: FloatArray | None,
 ) -> _Parts:
-    if (
-        raw
-        and scheme.bits == 4
-        and scheme.block == CARRIED
-        and all(part.type_name in FORMATS for part in raw)
-    ):
+    if raw and scheme.block == CARRIED and all(part.type_name in FORMATS for part in raw):
         if all(FORMATS[part.type_name].bits == 4 for part in raw):
-            return _carried(raw)
+            return _carried(raw)  # exact, so it serves where 8 bits were asked for
         scheme = Blocks(8, CARRIED)
     if raw and scheme == Blocks(8, CARRIED) and all(part.type_name == "Q8_0" for part in raw):
         parts = [blocks(part) for part in raw]
@@ -231,7 +227,7 @@ def _blocks(
         held = np.abs(scales), np.where(scales < 0, -1, 1)[..., None]
         return _Parts(
             replace(scheme, carried=True),
-            np.clip(codes * held[1], -127, 127).astype(np.int8).reshape(matrix.shape),
+            np.clip(codes * held[1], -128, 127).astype(np.int8).reshape(matrix.shape),
             scales=_half(held[0], slot),
         )
     if scheme.block is None:
