@@ -78,12 +78,12 @@ class Rounds:
         self.seen.append(part)
 
     def means(self, k: int) -> tuple[float, float, float, float | None]:
-        """Share of rounds that began ready; seconds of a verify, of drafting, and of a round by the formula."""
+        """Share of rounds that began ready; median seconds of a verify, of drafting, and of a round by the formula."""
         rounds = self.seen[1:]
         ready = [part for part in rounds if part.ready]
-        verify_s = statistics.fmean([part.verify_s for part in rounds]) if rounds else 0.0
+        verify_s = statistics.median([part.verify_s for part in rounds]) if rounds else 0.0
         fresh = [part.draft_s for part in rounds if not part.ready and part.drafted]
-        draft_s = statistics.fmean(fresh) if fresh else 0.0
+        draft_s = statistics.median(fresh) if fresh else 0.0
         share = len(ready) / len(rounds) if rounds else 0.0
         step_s = draft_s / k if k else 0.0
         formula = share * max(verify_s, (k + 1) * step_s) + (1 - share) * (draft_s + verify_s)
