@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -244,3 +245,47 @@ def test_a_pinned_forward_returns_what_a_free_one_does(float_bundle: Path) -> No
         expected = np.array(free.engine.target.forward(PROMPT).logits)
     with outrider.load(float_bundle, target_unit=f"cpu:{HERE[0]}", draft=False, governor=False) as held:
         np.testing.assert_allclose(held.engine.target.forward(PROMPT).logits, expected, atol=1e-4)
+
+
+def test_the_command_line_overlaps_and_says_what_came_of_it(
+    float_bundle: Path, run_main: Callable[..., tuple[int, str, str]]
+) -> None:
+    words = ("generate", str(float_bundle), "-p", "one two", "-n", "16", "--k", "2")
+    code, written, said = run_main(*words, "--drafter", "model", "--drafting", "overlapped", "--no-governor")
+    assert code == 0
+    assert "rounds overlapped (" in said
+    assert run_main(*words, "--drafting", "serial", "--no-governor")[1] == written
+    code, _, errors = run_main(*words, "--drafter", "lookup", "--drafting", "overlapped", "--no-governor")
+    assert code == 2
+    assert "can draft beside the target" in errors
+
+
+def test_bench_compares_ways_to_draft(
+    float_bundle: Path, tmp_path: Path, run_main: Callable[..., tuple[int, str, str]]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one two"}\n')
+    words = (
+        "bench",
+        str(float_bundle),
+        "--prompts",
+        str(prompts),
+        "-r",
+        "1",
+        "-n",
+        "16",
+        "-pp",
+        "16",
+        "--k",
+        "2",
+    )
+    words = (*words, "--json")
+    code, out, errors = run_main(*words, "--drafter", "model", "--drafting", "serial,overlapped")
+    assert code == 0, errors
+    rows = [row for row in json.loads(out) if row["drafting"] is not None]
+    assert {row["drafting"] for row in rows} == {"serial", "overlapped"}
+    assert all((row["overlapped"] > 0) == (row["drafting"] == "overlapped") for row in rows)
+    assert all(row["identical_text"] for row in rows)
+    code, _, errors = run_main(*words, "--drafting", "both")
+    assert code == 2
+    assert "auto, serial, overlapped" in errors
