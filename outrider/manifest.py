@@ -143,6 +143,15 @@ class GraphEntry:
         """The file that the backend opens, relative to the bundle."""
         return next(iter(self.files))
 
+    @property
+    def identity(self) -> str:
+        """The sha256 that a draft names its target by: of the first file, or of a Core ML package's weights.
+
+        The first file of a package only lists the others, and is the same for all of them.
+        """
+        weights = (name for name in self.files if PurePosixPath(name).name == "weight.bin")
+        return self.files[next(weights, self.path)].sha256
+
 
 @dataclass(frozen=True)
 class RoleEntry:

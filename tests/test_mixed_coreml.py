@@ -185,6 +185,21 @@ def test_an_apple_bundle_holds_all_planned_graphs_and_no_stray_file(apple_bundle
     assert draft.gathered_bytes == draft.files[draft.embedding_file].bytes
 
 
+def test_a_draft_names_its_target_by_the_weights_of_the_package(apple_bundle: Path, tmp_path: Path) -> None:
+    """The first file of every package is the same, so its hash would let a draft of any target pass."""
+    draft, target = entry(apple_bundle, "draft", "split"), entry(apple_bundle, "target", "state")
+    weights = next(name for name in target.files if name.endswith("weight.bin"))
+    assert draft.target_sha256 == target.identity == target.files[weights].sha256
+    bundle = Path(shutil.copytree(apple_bundle, tmp_path / "bundle"))
+    text = (bundle / "manifest.json").read_text()
+    wrong = target.files[target.path].sha256
+    (bundle / "manifest.json").write_text(
+        text.replace(f'"target_sha256": "{target.identity}"', f'"target_sha256": "{wrong}"')
+    )
+    with pytest.raises(BundleError, match="was made for the target with sha256"):
+        outrider.load(bundle)
+
+
 def test_a_package_says_itself_what_it_is_for(apple_bundle: Path) -> None:
     manifest = read_manifest(apple_bundle)
     for role, profile in (("draft", "split"), ("target", "state"), ("target", "split")):

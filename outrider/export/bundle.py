@@ -30,7 +30,6 @@ from outrider.export.slots import matrix_slots
 from outrider.export.staging import fresh_folder
 from outrider.export.trim import check_size
 from outrider.manifest import (
-    FileEntry,
     Manifest,
     RoleEntry,
     Source,
@@ -199,9 +198,9 @@ def _source(role: str, checkpoint: Checkpoint) -> Source:
 
 def _name_target(entries: Mapping[str, RoleEntry]) -> dict[str, RoleEntry]:
     """Tell the draft which target graph it was made for."""
-    target: FileEntry = next(iter(entries["target"].graphs[0].files.values()))
+    target = entries["target"].graphs[0].identity
     named = dict(entries)
     if "draft" in named:
-        graphs = tuple(replace(graph, target_sha256=target.sha256) for graph in named["draft"].graphs)
+        graphs = tuple(replace(graph, target_sha256=target) for graph in named["draft"].graphs)
         named["draft"] = RoleEntry(graphs)
     return named

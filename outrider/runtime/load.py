@@ -223,7 +223,7 @@ def _checked(directory: str | os.PathLike[str], full: bool) -> Manifest:
     manifest = verify_files(directory, full=full)
     if full:
         _check_token_map(directory, manifest)
-    targets = {graph.files[graph.path].sha256 for graph in manifest.roles["target"].graphs}
+    targets = {graph.identity for graph in manifest.roles["target"].graphs}
     for role, entry in manifest.roles.items():
         for graph in entry.graphs:
             if graph.target_sha256 is not None and graph.target_sha256 not in targets:

@@ -166,7 +166,7 @@ def selected(manifest: Manifest, units: Collection[str]) -> Manifest:
     target = roles["target"][0]
     roles = {
         name: tuple(
-            replace(graph, target_sha256=target.files[target.path].sha256) if graph.target_sha256 else graph
+            replace(graph, target_sha256=target.identity) if graph.target_sha256 else graph
             for graph in graphs
         )
         for name, graphs in roles.items()

@@ -116,7 +116,7 @@ def _side_file(manifest: Manifest, placement: Sequence[Placement]) -> Path:
     for role, entry in sorted(manifest.roles.items(), reverse=True):  # the target first
         graphs = entry.by_preference()
         graph = next((graph for graph in graphs if graph.path == placed.get(role)), graphs[0])
-        hashes.append(graph.files[graph.path].sha256[:16])
+        hashes.append(graph.identity[:16])
     return cache_folder() / "timing" / f"{'-'.join(hashes)}.json"
 
 
