@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from tests import (
 )
 from tests.mil_cases import Case, outputs, run
 
+DOCUMENT = Path(__file__).parents[1] / "docs" / "mil-evaluator.md"
 PARTS = (
     test_mil_ops_conv,
     test_mil_ops_elementwise,
@@ -61,6 +64,21 @@ def test_every_optional_parameter_is_given_in_some_case() -> None:
     assert not missing
 
 
+def test_what_an_operation_calls_exact_needs_no_rounding_to_half_precision() -> None:
+    """The executor leaves the results of operations that say `rounds=False` as they are."""
+    exact = [case for case in CASES if not lookup(case.operation, function="test", output="y").rounds]
+    assert len(exact) > 150
+    for case in exact:
+        for result in outputs(run(case.operation, **case.parameters)):
+            if result.dtype == np.float32:
+                np.testing.assert_array_equal(result, result.astype(np.float16), err_msg=str(case))
+
+
+def test_the_document_counts_them() -> None:
+    (count,) = re.findall(r"(\d+) operations\.", DOCUMENT.read_text())
+    assert int(count) == len(known_operations())
+
+
 @pytest.fixture(scope="module")
 def coremltools() -> Any:
     """coremltools, without what it says on import and about this version of PyTorch."""
@@ -88,6 +106,7 @@ def test_parameters_have_the_names_of_mil_and_are_optional_where_mil_says_so(cor
 FOLDED_WRONG = {
     ("clamped_relu", "a negative beta"): "adds the two sides",
     ("concat", "in turns"): "ignores interleave",
+    ("concat", "in turns along a later axis"): "ignores interleave",
     ("reduce_log_sum_exp", "all minus infinity"): "nan for minus infinity",
     ("topk", "all of them"): "k = -1 drops the last",
     **dict.fromkeys(

@@ -24,6 +24,55 @@ def same(x: torch.Tensor, size: int, after: bool, value: float = 0) -> torch.Ten
 CASES: list[Case] = [
     case(
         "conv",
+        "a kernel as large as the image",
+        lambda x, weight: F.conv2d(x, weight),
+        x=IMAGE,
+        weight=grid(5, 4, 9, 8),
+    ),
+    case(
+        "conv_transpose",
+        "same, an odd number cut off",
+        lambda x, weight, **_: F.conv_transpose2d(x, weight, stride=2)[:, :, 1:-2, 1:-2],
+        x=IMAGE,
+        weight=grid(4, 5, 5, 5),
+        strides=INTS([2, 2]),
+        pad_type="same",
+    ),
+    case(
+        "max_pool",
+        "ceil mode, no window that starts in the padding",
+        lambda x, **_: F.max_pool1d(x, 2, 3, 1, ceil_mode=True),
+        x=grid(1, 2, 5),
+        kernel_sizes=INTS([2]),
+        strides=INTS([3]),
+        pad_type="custom",
+        pad=INTS([1, 1]),
+        ceil_mode=True,
+    ),
+    case(
+        "avg_pool",
+        "ceil mode, no window that starts in the padding",
+        lambda x, **_: F.avg_pool1d(x, 2, 3, 1, True),
+        x=grid(1, 2, 5),
+        kernel_sizes=INTS([2]),
+        strides=INTS([3]),
+        pad_type="custom",
+        pad=INTS([1, 1]),
+        ceil_mode=True,
+    ),
+    case(
+        "avg_pool",
+        "ceil mode, a window cut short by two",
+        lambda x, **_: F.avg_pool1d(x, 5, 4, 1, True),
+        x=grid(1, 2, 9),
+        kernel_sizes=INTS([5]),
+        strides=INTS([4]),
+        pad_type="custom",
+        pad=INTS([1, 1]),
+        ceil_mode=True,
+    ),
+    case(
+        "conv",
         "1x1, one position",
         lambda x, weight: F.conv2d(x, weight),
         x=grid(1, 4, 1, 1),
@@ -390,6 +439,18 @@ def test_it_computes_what_pytorch_does(one: Case) -> None:
 
 
 REFUSED = [
+    ("conv", {"x": SIGNAL, "weight": grid(5, 4, 3), "dilations": INTS([6])}, "the kernel is larger"),
+    (
+        "max_pool",
+        {
+            "x": SIGNAL,
+            "kernel_sizes": INTS([3]),
+            "pad_type": "custom",
+            "pad": INTS([1, 0]),
+            "ceil_mode": True,
+        },
+        "symmetric",
+    ),
     ("conv", {"x": IMAGE, "weight": grid(5, 3, 1, 1)}, "'conv' with weight = .*4 channels"),
     ("conv", {"x": IMAGE, "weight": grid(5, 4, 1, 1), "pad_type": "reflect"}, "pad_type = 'reflect'"),
     (

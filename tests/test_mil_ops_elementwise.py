@@ -104,6 +104,12 @@ for name, function in {"abs": torch.abs, "sign": torch.sign, "square": torch.squ
 for name, function in {"acos": torch.acos, "asin": torch.asin, "atanh": torch.atanh}.items():
     CASES.append(case(name, "values", lambda x, function=function: function(x), x=SMALL))
 CASES += [
+    case("relu6", "above six", [0.0, 6.0, 5.5], x=np.float32([-1, 7, 5.5])),
+    case(
+        "clip", "to one value", [0.5, 0.5], x=np.float32([0, 1]), alpha=np.float32(0.5), beta=np.float32(0.5)
+    ),
+    case("cast", "the limits of a type", np.uint8([0, 255]), x=np.float32([-0.5, 255.5]), dtype="uint8"),
+    case("pow", "a negative power", lambda x, y: x**-2, x=X, y=np.float32(-2)),
     case("logical_not", "flags", lambda x: ~x, x=flags(3, 4)),
     case("round", "halves go to the even number", [0.0, 2.0, 2.0, -0.0], x=np.float32([0.5, 1.5, 2.5, -0.5])),
     case("sqrt", "values", lambda x: torch.sqrt(x), x=POSITIVE),

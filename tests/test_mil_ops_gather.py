@@ -59,6 +59,14 @@ ALONG = np.moveaxis(ALONG, -1, 1)[:, :3].astype(INTS)  # [3, 3, 5], different al
 PLACES = INTS([[0, 1], [2, 3], [1, 0]])
 CASES: list[Case] = [
     case(
+        "scatter_nd",
+        "all axes",
+        scattered_slices(X, INTS([[0, 1, 4], [2, 3, 0]]), X[0, 0, :2], "add"),
+        data=X,
+        indices=INTS([[0, 1, 4], [2, 3, 0]]),
+        updates=X[0, 0, :2],
+    ),
+    case(
         "gather",
         "rows of an embedding",
         lambda x, indices: x[indices],
@@ -352,6 +360,13 @@ def test_an_index_outside_is_refused_and_since_ios_17_a_negative_one_too(
 
 
 REFUSED = [
+    (
+        "gather",
+        {"x": X, "indices": INTS([[0], [0]]), "axis": 1, "batch_dims": 1},
+        "'gather' with batch_dims = 1",
+    ),
+    ("gather_nd", {"x": X, "indices": INTS([[0], [0]]), "batch_dims": 1}, "'gather_nd' with indices"),
+    ("gather_nd", {"x": X, "indices": INTS([0, 0, 0]), "batch_dims": 1}, "'gather_nd' with indices"),
     ("gather", {"x": X, "indices": INTS([[0]]), "axis": 0, "batch_dims": 1}, "'gather' with batch_dims = 1"),
     ("gather_along_axis", {"x": X, "indices": INTS([[[0]]])}, "only axis 0 may differ"),
     ("gather_nd", {"x": X, "indices": INTS([[0, 0, 0, 0]])}, "'gather_nd' with indices"),

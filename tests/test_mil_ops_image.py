@@ -15,6 +15,20 @@ INTS = np.int32
 CASES: list[Case] = [
     case(
         "upsample_nearest_neighbor",
+        "the width only",
+        lambda x, **_: F.interpolate(x, scale_factor=(1, 2)),
+        x=IMAGE,
+        scale_factor_width=INTS(2),
+    ),
+    case(
+        "upsample_bilinear",
+        "the width only",
+        lambda x, **_: F.interpolate(x, scale_factor=(1, 2), mode="bilinear", align_corners=True),
+        x=IMAGE,
+        scale_factor_width=INTS(2),
+    ),
+    case(
+        "upsample_nearest_neighbor",
         "whole factors",
         lambda x, **_: F.interpolate(x, scale_factor=(2, 3)),
         x=IMAGE,
@@ -194,6 +208,32 @@ def test_it_gives_the_same_values_in_the_same_places(one: Case) -> None:
 
 
 REFUSED = [
+    (
+        "space_to_batch",
+        {"x": IMAGE, "block_shape": INTS([2, 4]), "paddings": INTS([[0, 0], [0, 0]])},
+        "'space_to_batch'",
+    ),
+    (
+        "space_to_batch",
+        {"x": IMAGE, "block_shape": INTS([3, 2]), "paddings": INTS([[0, 0], [0, 0]])},
+        "'space_to_batch'",
+    ),
+    (
+        "batch_to_space",
+        {"x": grid(6, 1, 2, 2), "block_shape": INTS([2, 2]), "crops": INTS([[0, 0], [0, 0]])},
+        "'batch_to_space'",
+    ),
+    (
+        "crop",
+        {"x": IMAGE, "crop_height": INTS([-1, 0]), "crop_width": INTS([0, 0])},
+        "'crop' with crop_height",
+    ),
+    (
+        "crop",
+        {"x": IMAGE, "crop_height": INTS([0, 0]), "crop_width": INTS([3, 3])},
+        "'crop' with crop_height",
+    ),
+    ("pixel_shuffle", {"x": IMAGE, "upscale_factor": 0}, "upscale_factor = 0"),
     (
         "resize",
         {"x": IMAGE, "shape": INTS([3, 9]), "resized_dims": 2, "interpolation_mode": "CUBIC"},

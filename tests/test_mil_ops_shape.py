@@ -118,6 +118,33 @@ CASES = [
         num_splits=2,
     ),
     case("tile", "each axis", lambda x, reps: x.repeat(2, 1, 3), x=X, reps=INTS([2, 1, 3])),
+    case(
+        "concat",
+        "in turns along a later axis",
+        lambda values, **_: torch.stack(values, 2).flatten(1, 2),
+        values=[X, X[::-1].copy(), 2 * X],
+        axis=1,
+        interleave=True,
+    ),
+    case(
+        "reverse_sequence",
+        "batches on the first axis by default",
+        [[2, 1], [3, 4]],
+        x=INTS([[1, 2], [3, 4]]),
+        lengths=INTS([2, 1]),
+        seq_axis=1,
+    ),
+    case("pad", "every axis", lambda x, pad: F.pad(x, [0, 2, 1, 0, 0, 1]), x=X, pad=INTS([0, 1, 1, 0, 0, 2])),
+    case(
+        "slice_by_index",
+        "a squeezed axis with its begin left out",
+        lambda x, **_: x[0, :2, :],
+        x=X,
+        begin=INTS([1, 0, 0]),
+        end=INTS([2, 2, 4]),
+        begin_mask=BOOLS([1, 0, 0]),
+        squeeze_mask=BOOLS([1, 0, 0]),
+    ),
     case("tile", "no times", np.zeros((2, 0, 4), np.float32), x=X, reps=INTS([1, 0, 1])),
     case("pad", "zeros on the last axes", lambda x, pad: F.pad(x, [2, 0, 0, 1]), x=X, pad=INTS([0, 1, 2, 0])),
     case(
@@ -336,6 +363,8 @@ def test_a_slice_update_leaves_what_it_was_given_alone() -> None:
 
 REFUSED = [
     ("reshape", {"x": X, "shape": INTS([5, 5])}, r"'reshape' with shape = \[5, 5\]: x is \(2, 3, 4\)"),
+    ("reshape", {"x": X, "shape": INTS([2, 3])}, "'reshape' with shape"),
+    ("reshape", {"x": X, "shape": INTS([-2, -12])}, "one -1 at most"),
     ("reshape", {"x": X, "shape": INTS([-1, -1])}, "one -1 at most"),
     ("reshape", {"x": X, "shape": INTS([7, -1])}, r"x is \(2, 3, 4\)"),
     (
