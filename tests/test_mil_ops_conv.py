@@ -23,6 +23,17 @@ def same(x: torch.Tensor, size: int, after: bool, value: float = 0) -> torch.Ten
 
 CASES: list[Case] = [
     case(
+        "avg_pool",
+        "ceil mode, a window cut short by one",
+        lambda x, **_: F.avg_pool1d(x, 3, 3, 1, True),
+        x=grid(1, 2, 6),
+        kernel_sizes=INTS([3]),
+        strides=INTS([3]),
+        pad_type="custom",
+        pad=INTS([1, 1]),
+        ceil_mode=True,
+    ),
+    case(
         "conv",
         "a kernel as large as the image",
         lambda x, weight: F.conv2d(x, weight),
