@@ -203,9 +203,6 @@ def test_quick_writes_one_short_text_with_an_emulated_draft_and_whole_ones_witho
     assert found == [*lookup, ("model", "2", 8)]
     assert len(lookup) == 6
     assert max(tokens for *_, tokens in lookup) == 12
-    npu = graphs_of(result, "draft")[0]
-    assert npu.acceptance is not None
-    assert npu.acceptance > 0.5  # the draft is the target itself
 
 
 @emulated

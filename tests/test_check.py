@@ -415,3 +415,35 @@ def test_probe_rows_are_the_same_in_narrow_chunks() -> None:
     for widths in (None, (1, 4), (7,)):
         graph: Graph = FakeGraph(17, max_context=64, logits=logits, widths=widths)
         np.testing.assert_allclose(probe_rows(graph, tokens, [3, 4, 29]), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("emulated", "quick", "short"),
+    [
+        (set(), True, set()),
+        ({"draft"}, False, set()),
+        ({"draft"}, True, {"model"}),
+        ({"target"}, True, {"lookup", "model"}),
+    ],
+)
+def test_what_an_emulator_takes_part_in_is_one_short_text_where_it_is_to_be_quick(
+    emulated: set[str], quick: bool, short: set[str]
+) -> None:
+    from types import SimpleNamespace
+
+    from outrider.runtime.check import DRAFTED, PROMPTS, QUICK_TOKENS, _texts
+
+    pipeline: Any = SimpleNamespace(
+        engine=SimpleNamespace(target=SimpleNamespace(widths=None), drafters={"lookup": 0, "model": 1}),
+        placement=[SimpleNamespace(role=role, emulated=role in emulated) for role in ("target", "draft")],
+    )
+    whole, part = [], []
+    for text in _texts(pipeline, 64, quick):
+        (whole if text.max_tokens == 64 else part).append(text)
+    assert len(whole) == (0 if short == {"lookup", "model"} else len(PROMPTS))
+    for text in whole:
+        names = [name for name in ("lookup", "model") if name not in short]
+        assert text.drafted == tuple((name, k) for name in names for k in DRAFTED)
+    assert [(text.max_tokens, {name for name, _ in text.drafted}) for text in part] == (
+        [(QUICK_TOKENS, short)] if short else []
+    )
