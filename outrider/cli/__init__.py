@@ -34,6 +34,7 @@ SECTIONS = {
         "profile": "Find what a bundle sustains within power and heat, here or on a simulated device.",
     },
     "Devices, power and heat": {
+        "plan": "Choose units, precision and drafting for a pair on a device, and say why.",
         "devices": "List device profiles, and where each of their figures is from.",
         "calibrate": "Measure this machine with a bundle, and keep it as a device profile.",
         "record": "Record power, heat, clocks and memory of this machine or a phone.",

@@ -19,11 +19,10 @@ from outrider.export.slots import matrix_slots, slot_shape
 from outrider.quantize.coreml_recipes import CoreMLRecipe, CoreMLScheme, Palette
 from outrider.quantize.npu_recipes import get_npu_recipe
 from outrider.quantize.schemes import AnyScheme, BlockInt, Carry, DynamicInt8, Float
-from outrider.targets.device import Device
+from outrider.targets.device import APP_SHARE, Device
 
 __all__ = ["Budget", "GraphSize", "estimate", "fit_budget", "refuse_full_disk", "with_free_space"]
 
-APP_SHARE = {"phone": 0.5, "board": 0.8, "laptop": 0.7}  # of the memory, assumed: the system keeps the rest
 HTP_CONTEXT_MB = (
     4000  # what one context of a Hexagon NPU addresses (ExecuTorch's Qualcomm backend, its readme)
 )
@@ -43,6 +42,7 @@ class GraphSize:
     binaries_mb: float = 0.0  # compiled for an accelerator, loaded in place of the weights
     tables_mb: float = 0.0  # that the host looks tokens up in
     scratch_mb: float = 0.0  # on disk while it is made
+    gathered_mb: float = 0.0  # of the weights: an embedding of which a forward reads some rows only
 
     @property
     def memory_mb(self) -> float:
@@ -242,10 +242,15 @@ def estimate(plan: GraphPlan, config: ModelConfig, options: ExportOptions) -> Gr
         scheme_for = options.of(plan.role).recipe(plan.role).scheme_for
         shared = config.tie_embeddings and scheme_for("head") == scheme_for("embedding")
         slots = [slot for slot in matrix_slots(config) if not (shared and slot == "embedding")]
-        return GraphSize(plan, _weights_mb(config, {slot: _bits(scheme_for(slot)) for slot in slots}), kv)
+        embedding = slots[:1] if slots[0] == "embedding" else []
+        gathered, weights = (
+            _weights_mb(config, {slot: _bits(scheme_for(slot)) for slot in part})
+            for part in (embedding, slots)
+        )
+        return GraphSize(plan, weights, kv, gathered_mb=gathered)
     bits = _executorch_bits(plan.recipe)
     weights = _weights_mb(config, {slot: 8 if slot == "head" else bits for slot in _products(config)})
-    return GraphSize(plan, weights + table, kv)
+    return GraphSize(plan, weights + table, kv, gathered_mb=table)
 
 
 def _coreml_size(plan: GraphPlan, config: ModelConfig, recipe: CoreMLRecipe, kv: float) -> GraphSize:
@@ -254,10 +259,11 @@ def _coreml_size(plan: GraphPlan, config: ModelConfig, recipe: CoreMLRecipe, kv:
     table = 0.0
     if plan.profile == "split":
         table = config.vocab_size * config.hidden_size * (1 if recipe.scheme_for("embedding") else 2) / 1e6
-    elif not config.tie_embeddings:
-        slots.append("embedding")
     weights = _weights_mb(config, {slot: _coreml_bits(recipe.scheme_for(slot)) for slot in slots})
-    return GraphSize(plan, weights, kv, tables_mb=table)
+    gathered = 0.0
+    if plan.profile != "split" and not config.tie_embeddings:
+        gathered = _weights_mb(config, {"embedding": _coreml_bits(recipe.scheme_for("embedding"))})
+    return GraphSize(plan, weights + gathered, kv, tables_mb=table, gathered_mb=gathered)
 
 
 def _coreml_bits(scheme: CoreMLScheme | None) -> float:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from outrider.errors import UsageError
 
-__all__ = ["cores_of", "pinned", "refuse_shared", "unit_kind", "usable_cores"]
+__all__ = ["core_set", "cores_of", "pinned", "refuse_shared", "unit_kind", "usable_cores"]
 
 
 def unit_kind(unit: str) -> str:
@@ -20,24 +20,26 @@ def unit_kind(unit: str) -> str:
     return unit.partition(":")[0]
 
 
-def cores_of(unit: str | None) -> tuple[int, ...] | None:
-    """The cores of a core set, ascending; None for a unit without one.
+def cores_of(unit: str | None, cores: Sequence[int] | None = None) -> tuple[int, ...] | None:
+    """The cores of a core set, ascending; None for a unit without one. `cores` are another computer's.
 
-    Raises UsageError for what is no core set, and for cores that this process may not use.
+    Raises UsageError for what is no core set, and for cores that are not there or that this process may not use.
     """
     kind, colon, text = (unit or "").partition(":")
     if not colon:
         return None
     if kind != "cpu":
         raise UsageError(f"unit {unit!r}: only the cpu has core sets, as cpu:0 or cpu:2-3")
-    cores = sorted({core for part in text.split(",") for core in _range(unit or "", part.strip())})
-    usable = usable_cores()
-    absent = [core for core in cores if core not in usable]
+    named = sorted({core for part in text.split(",") for core in _range(unit or "", part.strip())})
+    usable = usable_cores() if cores is None else tuple(cores)
+    absent = [core for core in named if core not in usable]
+    if absent and cores is not None:
+        raise UsageError(f"unit {unit!r}: there is no core {absent[0]}, only {core_set(usable)}")
     if absent:
         raise UsageError(
             f"unit {unit!r}: there is no core {absent[0]} that this process may use; it may use cpu:{_listed(usable)}"
         )
-    return tuple(cores)
+    return tuple(named)
 
 
 def _range(unit: str, part: str) -> Sequence[int]:
@@ -56,6 +58,11 @@ def usable_cores() -> tuple[int, ...]:
     if not hasattr(os, "sched_setaffinity"):
         raise UsageError("core sets need Linux: this system cannot pin a thread to a core; use the unit cpu")
     return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def core_set(cores: Sequence[int]) -> str:
+    """The unit of these cores: `cpu:0-3,8`."""
+    return f"cpu:{_listed(cores)}"
 
 
 def _listed(cores: Sequence[int]) -> str:

@@ -22,6 +22,7 @@ from outrider.records import decode, is_finite, parsed
 from outrider.targets.physics import Network, Rates, ThrottlePolicy, Trip
 
 __all__ = [
+    "APP_SHARE",
     "DEVICES",
     "Battery",
     "Device",
@@ -48,6 +49,8 @@ _log = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent / "devices"
 DEVICES: tuple[str, ...] = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 """The slugs of the profiles that ship with Outrider."""
+APP_SHARE = {"phone": 0.5, "board": 0.8, "laptop": 0.7}
+"""Of the memory, what one app may take, by a device's kind; assumed: the system keeps the rest."""
 
 
 class Figure(float):
@@ -128,7 +131,11 @@ class Rate:
 
 @dataclass(frozen=True)
 class Unit:
-    """A compute unit: what it reaches at its full clock, and what it draws while it works."""
+    """A compute unit: what it reaches at its full clock, and what it draws while it works.
+
+    `cores` are cores of one kind, which can be shared out between roles; None where they differ or are not known.
+    An `exclusive` unit holds the program of one role at a time.
+    """
 
     description: str
     backends: tuple[str, ...]
@@ -139,6 +146,8 @@ class Unit:
     pj_per_op: Figure
     voltage_floor: Figure
     rates: Mapping[str, Rate]
+    cores: Figure | None = None
+    exclusive: bool = False
 
 
 @dataclass(frozen=True)
@@ -356,6 +365,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "period_s": (0.01, 600, "s"),
     "soc_model": (1, 10_000, "Qualcomm's number"),
     "htp_arch": (60, 200, "Qualcomm's number"),
+    "cores": (1, 1024, "cores of one kind"),
 }
 
 

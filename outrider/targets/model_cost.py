@@ -39,6 +39,16 @@ TARGET_COST = ModelCost(1.220e9, 3.09e9, 57_344, 1483)
 DRAFT_COST = ModelCost(0.505e9, 0.99e9, 24_576, 658)
 """The same of Qwen2.5-Coder-0.5B."""
 
+KV_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int16": 2,
+    "uint16": 2,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of a number in a KV cache."""
 _BITS = {"int4": 4.5, "int8": 8.5, "fp16": 16.0, "fp32": 32.0, "carry": 5.0}
 """Bits a weight with its scales, by how a recipe's name begins; `carry` as in common 4-bit GGUF files."""
 
@@ -50,13 +60,25 @@ def model_cost(entry: GraphEntry) -> ModelCost:
     many bytes they are counts all as streamed (up to a quarter too many), and its weights are bytes by the
     bits of the recipe. Raises UsageError for a recipe without a known size.
     """
-    data = {n: f.bytes for n, f in entry.files.items() if n != entry.embedding_file and ".onnx" in n}
-    nbytes = float(sum(data.values()) or sum(f.bytes for f in entry.files.values()))
-    streamed = nbytes - entry.gathered_bytes
+    nbytes = float(sum(_data_files(entry).values()))
+    apart = entry.files[entry.embedding_file].bytes if entry.embedding_file is not None else 0
+    streamed = nbytes - max(entry.gathered_bytes - apart, 0)
     weights = float(entry.weights) if entry.weights is not None else 8.0 * streamed / _bits(entry.recipe)
-    width = 2 if entry.kv.dtype == "float16" else 1 if "int8" in entry.kv.dtype else 4
-    kv_bytes = 2.0 * entry.kv.layers * entry.kv.heads * entry.kv.head_dim * width
-    return ModelCost(streamed, 2.0 * weights, kv_bytes, nbytes / 1e6)
+    kv_bytes = 2.0 * entry.kv.layers * entry.kv.heads * entry.kv.head_dim * KV_BYTES.get(entry.kv.dtype, 4)
+    return ModelCost(streamed, 2.0 * weights, kv_bytes, (nbytes + apart) / 1e6)
+
+
+def _data_files(entry: GraphEntry) -> dict[str, int]:
+    """The files that hold weights, and their bytes; the host's table of embeddings is not among them."""
+    others = (entry.embedding_file, entry.vocab_map)
+    known = {n: f.bytes for n, f in entry.files.items() if n not in others and not n.endswith("probe.npz")}
+    reference = entry.options.get("reference", {}).get("file", "\0")  # stands in for it on computers
+    known = {n: size for n, size in known.items() if not n.endswith(reference)}
+    by_kind = (
+        {n: size for n, size in known.items() if n.endswith(".data")} if entry.unit == "npu" else {},
+        {n: size for n, size in known.items() if ".onnx" in n},
+    )
+    return next((files for files in by_kind if files), known)
 
 
 def _bits(recipe: str) -> float:
