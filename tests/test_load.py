@@ -143,7 +143,8 @@ def test_the_first_graph_by_preference_that_can_run_is_taken(bundle: Path, opene
     assert (target.path, draft.path) == ("target.bin", "draft.bin")
     assert target.passed_over == (
         "npu.bin (broken, cpu): there is no such chip",
-        "new.bin (quantum, cpu): this outrider has no backend 'quantum'; known: onnxruntime, executorch, coreml, fake, broken",
+        "new.bin (quantum, cpu): this outrider has no backend 'quantum'; "
+        "known: onnxruntime, executorch, coreml, fake, broken",
     )
     assert "passed over npu.bin" in str(target)
     assert draft.passed_over == ()
