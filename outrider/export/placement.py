@@ -62,5 +62,6 @@ def _candidate(size: GraphSize, config: ModelConfig) -> Candidate:
         ModelCost(streamed, ops, 1e6 * size.kv_mb / plan.max_context, size.memory_mb),
         (size.binaries_mb or size.weights_mb) + size.tables_mb,
         size.kv_mb,
-        scratch_mb(plan.backend, plan.unit, streamed),
+        scratch_mb(plan.role, config.num_logits),
+        config.vocab_size,
     )

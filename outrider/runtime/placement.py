@@ -28,8 +28,11 @@ from outrider.targets.device import Device
 
 __all__ = ["PROCESS_MB", "DevicePlan", "MemoryLimit", "Option", "Refusal", "Request", "RolePlan", "place"]
 
-PROCESS_MB = 55.0
-"""Python with ONNX Runtime and a tokenizer before any graph is open, as measured on x86 Linux."""
+PROCESS_MB = 85.0
+"""Python with ONNX Runtime's code and a small tokenizer, as measured on x86 Linux (resident, a bundle of 1 MB)."""
+TOKENIZER_BYTES = 950.0
+"""An entry of a tokenizer's vocabulary: what SmolLM2-135M (49k entries) and Qwen2.5-Coder-1.5B (152k) take beyond
+weights, cache and process, 50 and 137 MB on the same machine."""
 PREFILL = 64  # the chunk of a prompt that static graphs are compiled for
 MOST_SPLITS = 8  # ways to share out the cores of a unit that are tried
 
@@ -370,11 +373,16 @@ def _priced(request: Request, target: Seat, draft: Seat | None) -> Iterator[_Tri
     """The ways to draft with the roles in these places, each at its best k."""
     ours = _role_plan(request.device, target)
     theirs = None if draft is None else _role_plan(request.device, draft)
-    memory_mb = PROCESS_MB + ours.memory_mb + (theirs.memory_mb if theirs is not None else 0.0)
+    memory_mb = _process_mb(target.candidate) + ours.memory_mb + (theirs.memory_mb if theirs else 0.0)
     for way in drafting_ways(request.device, target, draft, request.objective, request.acceptance):
         if request.drafting in (None, way.mode):
             promise = (way.mode, way.k, way.tokens_s, way.token_j, memory_mb, way.basis, way.energy_basis)
             yield _Tried(Option(ours, theirs, *promise), target, draft)
+
+
+def _process_mb(target: Candidate) -> float:
+    """What is in memory beside the graphs."""
+    return PROCESS_MB + 1e-6 * TOKENIZER_BYTES * target.vocab_size
 
 
 def _role_plan(device: Device, seat: Seat) -> RolePlan:
@@ -447,5 +455,5 @@ def _smallest(request: Request) -> str:
         extra = f", once units.{least.unit}.backends of the profile has {least.backend}"
     return (
         f"the target on {least.unit} by {least.backend} ({least.recipe}), {least.context} tokens, no draft model, "
-        f"{PROCESS_MB + least.memory_mb:.0f} MB{extra}"
+        f"{_process_mb(least) + least.memory_mb:.0f} MB{extra}"
     )

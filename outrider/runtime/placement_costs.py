@@ -61,6 +61,7 @@ class Candidate:
     weights_mb: float
     kv_mb: float
     scratch_mb: float
+    vocab_size: int = 0
     made: bool = False
     measured: tuple[tuple[int, float], ...] = ()  # (width, seconds)
 

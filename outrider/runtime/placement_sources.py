@@ -10,23 +10,18 @@ from outrider.manifest import GraphEntry, Manifest
 from outrider.runtime.evidence import PRIOR_ACCEPTANCE
 from outrider.runtime.load import Placement
 from outrider.runtime.placement import MemoryLimit
-from outrider.runtime.placement_costs import Candidate
+from outrider.runtime.placement_costs import K_MAX, Candidate
 from outrider.runtime.timing import known_costs, machine_line
 from outrider.targets.device import APP_SHARE, Device
 from outrider.targets.model_cost import model_cost
 
 __all__ = [
-    "PREPACKED_SHARE",
     "available_now",
     "bundle_candidates",
     "measured_acceptance",
     "scratch_mb",
     "unit_cores",
 ]
-
-PREPACKED_SHARE = 0.8
-"""ONNX Runtime's CPU kernels keep a second, rearranged copy of the weights that they multiply: so much of their
-bytes, by the resident memory of SmolLM2-135M in int4 on x86 Linux."""
 
 
 def bundle_candidates(manifest: Manifest, *, here: bool) -> tuple[Candidate, ...]:
@@ -57,15 +52,17 @@ def _candidates(
                 cost,
                 cost.resident_mb,
                 kv_mb,
-                scratch_mb(entry.backend, entry.unit, cost.weight_bytes),
+                scratch_mb(role, entry.vocab_size),
+                entry.vocab_size,
                 made=True,
                 measured=measured.get(role, ()) if place == 0 else (),
             )
 
 
-def scratch_mb(backend: str, unit: str, streamed_bytes: float) -> float:
-    """What a backend keeps beside weights and cache."""
-    return 1e-6 * PREPACKED_SHARE * streamed_bytes if (backend, unit) == ("onnxruntime", "cpu") else 0.0
+def scratch_mb(role: str, vocab_size: int) -> float:
+    """The float32 logits of the widest verify forward, or of a draft's step and its catch-up."""
+    rows = K_MAX + 1 if role == "target" else 2
+    return 4e-6 * rows * vocab_size
 
 
 def _measured(
