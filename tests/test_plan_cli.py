@@ -29,12 +29,12 @@ def test_a_plan_says_where_how_and_by_which_figures(run_main: Run, pair: Path) -
 
 
 def test_json_has_every_option_and_refusal(run_main: Run, pair: Path) -> None:
-    words = ("plan", str(pair), "--device", "raspberry-pi-5", "--json", "--memory-limit", "900")
+    words = ("plan", str(pair), "--device", "raspberry-pi-5", "--json", "--memory-limit", "550")
     code, out, _ = run_main(*words)
     assert code == 0
     plan = json.loads(out)
     assert plan["options"][0] == plan["chosen"]
-    assert plan["limit"] == {"mb": 900.0, "how": "of --memory-limit"}
+    assert plan["limit"] == {"mb": 550.0, "how": "of --memory-limit"}
     assert plan["chosen"]["draft"] is None
     assert any("draft on cpu" in refusal["what"] for refusal in plan["refused"])
     assert {option["basis"] for option in plan["options"]} == {"modelled"}
