@@ -233,7 +233,7 @@ def test_what_would_not_be_lossless_or_is_unknown_is_refused(
         export_tiny(out, (target, "int4"), max_context=8)
     with pytest.raises(UsageError, match="widths belong to the split profile"):
         export_tiny(out, (target, "int4"), widths=(1, 2))
-    with pytest.raises(UsageError, match=r"hidden layers \[2\] do not exist"):
+    with pytest.raises(UsageError, match="hidden_layers has 2; the target has layers 0 to 1"):
         export_tiny(out, (target, "int4"), hidden_layers=(2,))
     with pytest.raises(UsageError, match="no file, folder, hub id"):
         export_tiny(out, (Path("nowhere"), "int4"))
