@@ -315,7 +315,7 @@ def test_csv_and_markdown_hold_the_same_rows(rows: list[BenchRow]) -> None:
     assert len({line.count("|") for line in table}) == 1
     assert len({len(line) for line in table}) == 1
     cells = [cell.strip() for cell in table[3].split("|")[1:-1]]
-    assert cells[:5] == ["tg spec", "chat", "model", "3", "2"]
+    assert cells[:6] == ["tg spec", "chat", "model", "3", "auto", "2"]
     assert cells[-1] == "yes"
 
 

@@ -38,6 +38,7 @@ RUNTIMES = ("shim", "torch")
 LLAMA = ("llama", "fp32", "buffer", (16,), (0,))
 QUANTIZED = ("llama", "8da4w")
 SPLIT = ("gemma3", "fp32", "split", (1, 8))
+QUANTIZED_SPLIT = ("llama", "8da4w", "split", (1, 8))
 EVERY = pytest.mark.parametrize("made", [LLAMA, SPLIT], ids=["buffer", "split"])
 
 
@@ -136,7 +137,9 @@ def test_a_forward_does_not_move_the_length_and_uncommitted_rows_vanish(made: tu
         graph.commit([1])
 
 
-@pytest.mark.parametrize("made", [LLAMA, QUANTIZED, SPLIT], ids=["fp32", "8da4w", "split"])
+@pytest.mark.parametrize(
+    "made", [LLAMA, QUANTIZED, SPLIT, QUANTIZED_SPLIT], ids=["fp32", "8da4w", "split", "8da4w-split"]
+)
 def test_rows_do_not_depend_on_width_or_later_rows(made: tuple[Any, ...]) -> None:
     graph = load(made)
     graph.forward([11, 12, 13])

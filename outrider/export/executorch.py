@@ -199,7 +199,7 @@ def _write_split(
     programs = {}
     for width, module in zip(widths, modules, strict=True):
         arguments = (
-            torch.zeros(1, width, dtype=torch.int32),
+            torch.zeros(1, width, dtype=torch.int64),  # a quantized table's kernel aborts over other integers
             [torch.zeros(1, 1, width, rotary_size(config) // 2) for _ in range(2 * len(kinds))],
             [torch.zeros(1, 1, width, max_context + width) for _ in masks],
             [torch.zeros(1, config.num_kv_heads, max_context, config.head_dim) for _ in kv],
@@ -215,4 +215,4 @@ def _write_split(
         frequencies, scale = rope_frequencies(config, kind, max_context)
         rope[kind] = {"inv_freq": [float(value) for value in frequencies], "scale": float(scale)}
     methods = dict.fromkeys(programs, names)
-    return report, meta | {"token_dtype": "int32", "methods": methods, "rope": rope}
+    return report, meta | {"token_dtype": "int64", "methods": methods, "rope": rope}

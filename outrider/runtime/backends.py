@@ -94,7 +94,7 @@ def why_passed_over(role: str, graph: GraphEntry, options: RoleOptions) -> str |
 
 def _unlike_providers(graph: GraphEntry, first: str) -> str | None:
     """Why execution providers that were named rule a graph out."""
-    if graph.backend != "onnxruntime":
+    if graph.backend in ("executorch", "coreml"):
         return f"the execution provider {first} was named, which is ONNX Runtime's"
     made_for = (QNN_PROVIDER,) if graph.unit == "npu" else tuple(graph.options.get("providers", ()))
     if made_for and (first == CPU_PROVIDER or first not in made_for):
@@ -103,7 +103,7 @@ def _unlike_providers(graph: GraphEntry, first: str) -> str | None:
 
 
 def _for_hexagon(graph: GraphEntry) -> bool:
-    return graph.backend == "onnxruntime" and graph.unit == "npu"
+    return graph.unit == "npu" and graph.backend != "coreml"
 
 
 def has_coreml() -> bool:
