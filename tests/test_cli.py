@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +38,7 @@ def invoke(*words: str, **options: Any) -> Result:
 def started(words: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
     """Python as a process of its own, its output as text; it is gone afterwards, whatever happened."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    heeding = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)}  # nohup has it ignored
-    with subprocess.Popen(
-        [sys.executable, *words], env=ENVIRONMENT, text=True, **heeding, **pipes
-    ) as process:
+    with subprocess.Popen([sys.executable, *words], env=ENVIRONMENT, text=True, **pipes) as process:
         try:
             yield process
         finally:

@@ -295,7 +295,7 @@ def test_generation_ends_with_the_context(tokenizer: Tokenizer) -> None:
     [
         (
             {"max_token": 3},
-            r"unknown option 'max_token'; known: drafter, ignore_eos.*sampling: banned_tokens",
+            r"unknown option 'max_token'; known: drafter, drafting, ignore_eos.*sampling: banned_tokens",
         ),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temperature": -1.0}, "temperature is -1.0"),

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from outrider.contracts import BoolArray, Float32Array, IntArray
 from outrider.errors import BackendError, UsageError
 from outrider.targets.cached_graph import CachedGraph
+from outrider.targets.device import DEVICES
 from outrider.targets.graph_meta import GraphMeta, reading_description
 from outrider.targets.npu_host import EmbeddingTable, KvCache, RopeTable, Scale, static_mask
 from outrider.targets.qnn_plugin import (
@@ -215,7 +216,7 @@ class NpuSessions:
         if self.ids is None:
             return None
         known = device_of(self.ids)
-        own = [name for name in self.meta.contexts if self.ids == self.meta.soc]
+        own = [name for name in self.meta.contexts if self.ids == self.meta.soc and name not in DEVICES]
         return known if known in self.meta.contexts or not own else own[0]
 
     def get(self, W: int) -> Any:
