@@ -11,8 +11,8 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -133,9 +133,13 @@ class Lines:
     source: Path | list[str]
     failure: type[TraceError] = TraceError
 
-    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Where a record stands ("a.jsonl, line 2") and the record. Raises `failure` for a damaged line."""
-        return islice(_records(self.source, self.name, self.failure), 1, None)
+    def __iter__(self) -> Generator[tuple[str, dict[str, Any]], None, None]:
+        """Where a record stands ("a.jsonl, line 2") and the record. Raises `failure` for a damaged line.
+
+        Who stops before the end closes it, or leaves the file open until it is collected.
+        """
+        with closing(_records(self.source, self.name, self.failure)) as records:
+            yield from islice(records, 1, None)
 
 
 def read_lines(
@@ -173,7 +177,7 @@ def check_header(
 
 def _records(
     source: Path | list[str], name: str, failure: type[TraceError]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Generator[tuple[str, dict[str, Any]], None, None]:
     """Every line from the first on that is not blank, with where it stands."""
     with _opened(source) as lines:
         for number, line in enumerate(lines, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
@@ -114,7 +115,9 @@ class Telemetry:
 
     def batches(self) -> Iterator[Batch]:
         """The lines after the header, one at a time; a last line that was cut off is left out, with a warning."""
-        return (_batch(record, where) for where, record in self.lines)
+        with closing(iter(self.lines)) as lines:
+            for where, record in lines:
+                yield _batch(record, where)
 
 
 def read_telemetry(path: str | Path) -> Telemetry:
