@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,41 @@ def test_every_family_decodes_as_transformers_does(family: str, tmp_path: Path) 
     graph = opened(export(weights_of(family, model), tmp_path))
     check_decoding(graph, lambda tokens: reference_logits(model, tokens), TOLERANCE)
     graph.close()
+
+
+def test_weights_pass_through_no_other_folder(
+    weights: SlotWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[Path] = []
+    make = tempfile.mkdtemp
+
+    def recorded(*arguments: Any, **options: Any) -> str:
+        folders.append(Path(make(*arguments, **options)))
+        return str(folders[-1])
+
+    monkeypatch.setattr(tempfile, "mkdtemp", recorded)
+    made = export(weights, tmp_path)
+    assert len(folders) >= 2  # ours, and coremltools' in it
+    assert all(folder.is_relative_to(tmp_path) for folder in folders)
+    assert [path.name for path in tmp_path.iterdir()] == [made.files[0].parent.name]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Implicitly cleaning up:ResourceWarning"
+)  # coremltools', after its own error
+def test_a_package_that_cannot_be_written_whole_is_an_error_that_speaks_of_the_disk(
+    weights: SlotWeights, tmp_path: Path
+) -> None:
+    """A limit on the size of files cuts a write off where a full disk would."""
+    resource = pytest.importorskip("resource", reason="this system has no limits of that kind")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(ExportError, match=r"cannot write .*Its disk may be full .*MB are free"):
+            export(weights, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    gc.collect()
 
 
 def test_rows_do_not_depend_on_later_rows_or_on_the_width(lowered: Lowered) -> None:

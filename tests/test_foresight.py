@@ -14,7 +14,7 @@ import pytest
 
 import outrider
 from outrider.errors import BackendError, ExportError, OutriderError, UsageError
-from outrider.export import role_graphs
+from outrider.export import foresight, role_graphs
 from outrider.export.bundle import ExportOptions, RoleOptions, export_bundle
 from outrider.targets.qnn_plugin import has_emulator
 
@@ -102,14 +102,19 @@ def test_an_unknown_executorch_precision(tiny_models: Models, tmp_path: Path) ->
     [
         ({"backends": ("executorch",), "executorch_backend": "vulkan"}, "target on gpu by executorch vulkan"),
         ({"backends": ("qnn",), "npu_target": True}, "target on npu by onnxruntime-qnn"),
+        ({"backends": ("coreml",), "device": "mac-m4"}, "target on gpu by coreml"),
     ],
 )
 def test_a_target_that_nothing_here_can_run(
-    tiny_models: Models, tmp_path: Path, changes: dict[str, Any], graph: str
+    tiny_models: Models,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    graph: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = ExportOptions(
-        RoleOptions(str(tiny_models["target"])), tmp_path / "bundle", device=SOC, max_context=64, **changes
-    )
+    monkeypatch.setattr(foresight, "has_coreml", lambda: False)
+    options = {"device": SOC, "max_context": 64, **changes}
+    asked = ExportOptions(RoleOptions(str(tiny_models["target"])), tmp_path / "bundle", **options)
     with pytest.raises(
         UsageError, match=rf"no graph that can be measured on this computer \({graph}.*--no-ev"
     ):

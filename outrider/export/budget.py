@@ -260,10 +260,12 @@ def _coreml_size(plan: GraphPlan, config: ModelConfig, recipe: CoreMLRecipe, kv:
     if plan.profile == "split":
         table = config.vocab_size * config.hidden_size * (1 if recipe.scheme_for("embedding") else 2) / 1e6
     weights = _weights_mb(config, {slot: _coreml_bits(recipe.scheme_for(slot)) for slot in slots})
-    gathered = 0.0
+    gathered = scratch = 0.0
     if plan.profile != "split" and not config.tie_embeddings:
         gathered = _weights_mb(config, {"embedding": _coreml_bits(recipe.scheme_for("embedding"))})
-    return GraphSize(plan, weights + gathered, kv, tables_mb=table, gathered_mb=gathered)
+    if plan.lowering == "coreml_target":
+        scratch = weights + gathered  # coremltools writes them twice
+    return GraphSize(plan, weights + gathered, kv, tables_mb=table, scratch_mb=scratch, gathered_mb=gathered)
 
 
 def _coreml_bits(scheme: CoreMLScheme | None) -> float:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.export.coarse import CoarseLayout, CoarseStep, trace_steps
 from outrider.export.config import ModelConfig
 from outrider.export.coreml_program import MilFunction
 from outrider.export.npu_graph import WeightPart, row_count
-from outrider.export.npu_trace import CoarseStep, trace_steps
 from outrider.export.onnx import mask_kinds
 from outrider.export.rope import rotary_size
 from outrider.export.slots import SlotWeights, slot_shape
@@ -73,7 +73,7 @@ def lay_out(
     return layout.graph
 
 
-class Layout:
+class Layout(CoarseLayout):
     """Turns coarse steps into operations. G KV heads of size d, D channels, M cached rows, W new ones."""
 
     def __init__(self, config: ModelConfig, weights: SlotWeights, M: int, W: int, stream: float) -> None:
@@ -100,17 +100,6 @@ class Layout:
         if self.R != W:
             f.declare("select", (1, 1, W, 1))
         self.known["x"] = (f.binary("mul", "x", self.stream, "x_shrunk") if self.stream != 1.0 else "x",)
-
-    def add(self, step: CoarseStep) -> None:
-        """The operations of one step."""
-        steps = {
-            "Linear": self._linear,
-            "Norm": self._norm,
-            "Gate": self._gate,
-            "Attention": self._attention,
-            "Gather": self._gather,
-        }
-        steps.get(step.operator, self._plain)(step)
 
     def fresh(self, stem: str) -> str:
         """The next name of a stem."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -27,6 +28,7 @@ from outrider.export.lowered import Lowered
 from outrider.export.onnx import check_request, graph_meta
 from outrider.export.rope import rope_frequencies
 from outrider.export.slots import SlotWeights, matrix_slots
+from outrider.export.staging import disk_hint
 from outrider.quantize.coreml import compress, constexpr
 from outrider.quantize.coreml_recipes import CoreMLRecipe, check_compressed, check_tied, scheme_name
 from outrider.quantize.report import SlotReport
@@ -187,16 +189,24 @@ def _convert(
             flexible[name] = (tokens, value.shape[1])
         elif name.startswith("mask_"):
             flexible[name] = (1, 1, tokens, max_context)
-    converted = ct.convert(
-        program,
-        convert_to="mlprogram",
-        inputs=[ct.TensorType(name=name, shape=shape) for name, shape in flexible.items()],
-        minimum_deployment_target=system,
-        pass_pipeline=ct.PassPipeline.EMPTY,
-        compute_units=ct.ComputeUnit.CPU_AND_GPU,
-        skip_model_load=True,
-        package_dir=str(package),
-    )
+    try:
+        with _scratch_in(package.parent):
+            converted = ct.convert(
+                program,
+                convert_to="mlprogram",
+                inputs=[ct.TensorType(name=name, shape=shape) for name, shape in flexible.items()],
+                minimum_deployment_target=system,
+                pass_pipeline=ct.PassPipeline.EMPTY,
+                compute_units=ct.ComputeUnit.CPU_AND_GPU,
+                skip_model_load=True,
+                package_dir=str(package),
+            )
+    except RuntimeError as error:
+        if "writ" not in str(error):
+            raise
+        raise ExportError(
+            f"coremltools cannot write {package.name}: {error} {disk_hint(package.parent)}"
+        ) from error
     return converted.get_spec()
 
 
@@ -237,6 +247,17 @@ def _check_package(model: Any, blob: Path, reports: Sequence[SlotReport]) -> Non
         raise ExportError(
             f"{blob.name} has {blob.stat().st_size:,} bytes for {most:,} of weights: some are stored twice"
         )
+
+
+@contextmanager
+def _scratch_in(folder: Path) -> Iterator[None]:
+    """coremltools writes all weights into the system's temporary folder first, which may be small, or be memory."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(dir=folder) as tempfile.tempdir:
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
 
 
 @contextmanager

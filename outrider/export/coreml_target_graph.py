@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from outrider.export.coarse import CoarseLayout, CoarseStep, trace_steps
 from outrider.export.config import ModelConfig
-from outrider.export.npu_trace import CoarseStep, trace_steps
 from outrider.export.onnx import mask_kinds
 from outrider.export.rope import rotary_size
 from outrider.export.slots import SlotWeights
@@ -32,7 +32,7 @@ def cache_names(config: ModelConfig) -> list[str]:
     return [f"{part}_{layer}" for layer in range(config.num_layers) for part in ("keys", "values")]
 
 
-class StateGraph:
+class StateGraph(CoarseLayout):
     """Builds the function; `mb` is coremltools' builder. `stream` shrinks products that might leave half precision."""
 
     def __init__(
@@ -83,17 +83,6 @@ class StateGraph:
         return outputs + [
             mb.identity(x=self.known[f"hidden_{layer}"], name=f"hidden_{layer}") for layer in hidden_layers
         ]
-
-    def add(self, step: CoarseStep) -> None:
-        """The operations of one step."""
-        steps = {
-            "Linear": self._linear,
-            "Norm": self._norm,
-            "Gate": self._gate,
-            "Attention": self._attention,
-            "Gather": self._gather,
-        }
-        steps.get(step.operator, self._plain)(step)
 
     def half(self, name: str) -> Var:
         """A value in half precision."""

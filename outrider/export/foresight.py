@@ -18,6 +18,7 @@ from outrider.quantize.coreml import check_divides
 from outrider.quantize.coreml_recipes import coreml_recipe
 from outrider.quantize.executorch import executorch_recipe
 from outrider.quantize.npu_recipes import get_npu_recipe
+from outrider.runtime.backends import has_coreml
 from outrider.targets.device import Device
 
 __all__ = ["check_shapes", "check_texts", "check_tools", "refuse_unmeasurable", "refuse_unused"]
@@ -54,7 +55,8 @@ def refuse_unused(given: Collection[str], plans: Mapping[str, Sequence[GraphPlan
 
 def refuse_unmeasurable(plans: Mapping[str, Sequence[GraphPlan]]) -> None:
     """Raise UsageError where nothing here can write the target's text, by which every graph is measured."""
-    if all(plan.lowering in ("npu", "vulkan") for plan in plans["target"]):
+    elsewhere = ("npu", "vulkan", *(() if has_coreml() else COREML))
+    if all(plan.lowering in elsewhere for plan in plans["target"]):
         made = "; ".join(map(str, plans["target"]))
         raise UsageError(
             f"the target gets no graph that can be measured on this computer ({made}); add onnxruntime to --backends, "

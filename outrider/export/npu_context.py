@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any
 
 from outrider.errors import ExportError
+from outrider.export.staging import disk_hint
 from outrider.targets.qnn_plugin import (
     SocIds,
     binary_of,
@@ -122,8 +122,7 @@ def _session(plugin: tuple[Any, list[Any]], path: Path, ids: SocIds, entries: Ma
     except Exception as error:
         way_out = "Without qnn among `--backends` the bundle is built for its other units"
         if "write" in str(error).lower():
-            free = disk_usage(path.parent).free / 1e6
-            way_out = f"Its disk may be full or may not be written to: {free:.0f} MB are free"
+            way_out = disk_hint(path.parent)
         raise ExportError(f"QNN cannot compile {path.name} for {ids}: {error} {way_out}") from error
 
 

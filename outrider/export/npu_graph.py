@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.export.coarse import CoarseLayout, CoarseStep, trace_steps
 from outrider.export.config import ModelConfig
-from outrider.export.npu_trace import CoarseStep, trace_steps
 from outrider.export.onnx import mask_kinds
 from outrider.export.rope import rotary_size
 from outrider.export.slots import SlotWeights, slot_shape
@@ -175,7 +175,7 @@ def lay_out(
     return builder.graph
 
 
-class Layout:
+class Layout(CoarseLayout):
     """Turns coarse steps into nodes. Activations of a token are [1, 1, W, D], the last axis the channels."""
 
     def __init__(
@@ -204,13 +204,6 @@ class Layout:
             g.inputs[f"past_key_{layer}"] = Value((1, c.num_kv_heads, c.head_dim, M))
             g.inputs[f"past_value_{layer}"] = Value((1, c.num_kv_heads, M, c.head_dim))
         self.known["x"] = (g.reshape("x", [1, 1, W, c.hidden_size], "x.rows"),)
-
-    def add(self, step: CoarseStep) -> None:
-        """The nodes of one step."""
-        operator = getattr(self, f"_{step.operator.lower()}", None)
-        if operator is None:
-            operator = self._plain
-        operator(step)
 
     def value(self, name: str | float) -> str:
         """The tensor of a coarse value that has one."""

@@ -25,7 +25,7 @@ try:
 except ImportError:  # Windows: nothing is locked, so nothing of others is taken away
     fcntl = None
 
-__all__ = ["fresh_folder", "take_place"]
+__all__ = ["disk_hint", "fresh_folder", "take_place"]
 
 UNFINISHED, ASIDE = ".partial", ".old"
 
@@ -135,6 +135,11 @@ def _refuse_impossible(output: Path) -> None:
         raise UsageError(
             f"{output} is {what}, which a bundle cannot take the place of; choose {output / 'bundle'}"
         )
+
+
+def disk_hint(place: Path) -> str:
+    """What may be wrong where a library says no more than that it could not write into `place`."""
+    return f"Its disk may be full or may not be written to: {shutil.disk_usage(place).free / 1e6:.0f} MB are free"
 
 
 def _refuse_existing(output: Path, force: bool) -> None:

@@ -1,12 +1,14 @@
 """What a decoder computes, as a short list of coarse steps: products, norms, gates, attention, additions.
 
 The decoder runs once over symbols instead of tensors, with primitives that leave one step each. Nothing in the
-steps depends on the width or on the context, so that `npu_graph.py` lays out the same ones for any of them.
+steps depends on the width or on the context: `npu_graph`, `coreml_graph` and `coreml_target_graph` lay the same ones
+out, each for its own unit.
 """
 
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +21,7 @@ from outrider.export.config import ModelConfig
 from outrider.export.decoder import AddNorm, Decoder, Step
 from outrider.export.onnx import mask_kinds
 
-__all__ = ["CoarseStep", "trace_steps"]
+__all__ = ["CoarseLayout", "CoarseStep", "trace_steps"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,40 @@ class CoarseStep:
     inputs: tuple[str | float, ...]
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)  # what the primitive said: slot, layer
+
+
+class CoarseLayout(ABC):
+    """What turns steps into the operations of one unit."""
+
+    def add(self, step: CoarseStep) -> None:
+        """The operations of one step."""
+        operations = {
+            "Linear": self._linear,
+            "Norm": self._norm,
+            "Gate": self._gate,
+            "Attention": self._attention,
+            "Gather": self._gather,
+        }
+        operations.get(step.operator, self._plain)(step)
+
+    @abstractmethod
+    def _linear(self, step: CoarseStep) -> None: ...
+
+    @abstractmethod
+    def _norm(self, step: CoarseStep) -> None: ...
+
+    @abstractmethod
+    def _gate(self, step: CoarseStep) -> None: ...
+
+    @abstractmethod
+    def _attention(self, step: CoarseStep) -> None: ...
+
+    @abstractmethod
+    def _gather(self, step: CoarseStep) -> None: ...
+
+    @abstractmethod
+    def _plain(self, step: CoarseStep) -> None:
+        """Elementwise arithmetic of the decoder itself: the residual stream, and the cap on logits."""
 
 
 def coarse(name: str, *inputs: Any, **attributes: Any) -> Any:
@@ -148,5 +184,5 @@ def _steps(graph: fx.Graph, named: dict[fx.Node, str]) -> list[CoarseStep]:
         elif node.target in OPERATORS:
             steps.append(CoarseStep(OPERATORS[node.target], tuple(map(value, node.args)), (output,)))
         else:
-            raise ExportError(f"the decoder computes {node.target}, which has no NPU form here")
+            raise ExportError(f"the decoder computes {node.target}, which is no step that a layout knows")
     return steps
