@@ -202,6 +202,7 @@ def test_the_package_says_what_it_is_and_is_the_same_every_time(
 ) -> None:
     import coremltools as ct
 
+    ct.converters.mil.Builder.name_count["shape"] += 1  # another program was begun in this process
     again = export(weights, tmp_path, hidden_layers=(0, 1), metadata={"outrider.role": "target"})
     spec = ct.models.utils.load_spec(str(lowered.files[0].parent))
     described = dict(spec.description.metadata.userDefined)

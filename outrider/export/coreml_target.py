@@ -177,6 +177,7 @@ def _convert(
     from coremltools.converters.mil.mil import Function, Program, get_new_symbol, types
 
     system = getattr(ct.target, SYSTEMS[target])
+    _builder().name_count.clear()  # it numbers operations for the whole process: the same export, the same names
     inputs = graph.placeholders(max_context, types, (get_new_symbol(), get_new_symbol()))
     program = Program()
     with Function(inputs, opset_version=system) as function:
