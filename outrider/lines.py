@@ -71,7 +71,7 @@ class LineWriter:
         else:
             self._file = target
         try:
-            self._append({"schema_version": SCHEMA_VERSION, "kind": kind, **header})
+            self._append(self._text({"schema_version": SCHEMA_VERSION, "kind": kind, **header}))
         except TraceError:
             self.close()
             raise
@@ -84,8 +84,12 @@ class LineWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
+        self.write_text(self._text(record))
+
+    def write_text(self, text: str) -> None:
+        """Append one record that is JSON already, in one line."""
         if self.error is None:
-            self._append(record)
+            self._append(text)
             self.records += 1
 
     def close(self) -> None:
@@ -93,12 +97,14 @@ class LineWriter:
         if self._owned:
             self._file.close()
 
-    def _append(self, record: Mapping[str, Any]) -> None:
-        text = json.dumps(record, separators=(",", ":"), allow_nan=self._allow_nan, default=as_json) + "\n"
-        data, done = text.encode(), 0
+    def _text(self, record: Mapping[str, Any]) -> str:
+        return json.dumps(record, separators=(",", ":"), allow_nan=self._allow_nan, default=as_json)
+
+    def _append(self, text: str) -> None:
+        data, done = f"{text}\n".encode(), 0
         try:
             if isinstance(self._file, io.TextIOBase):
-                self._file.write(text)
+                self._file.write(f"{text}\n")
                 return
             while done < len(data):  # an unbuffered file may take a part
                 taken = self._file.write(memoryview(data)[done:])  # type: ignore[arg-type]

@@ -69,7 +69,17 @@ def board_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
             raise OSError(error, errno.errorcode[error])
         return load(path)
 
+    kept = sysfs.KeptFile.load
+
+    def kept_or_fail(self: sysfs.KeptFile) -> bytes:
+        error = machine.broken.get(self.path.resolve())
+        if error is not None:
+            self.close()
+            raise OSError(error, errno.errorcode[error])
+        return kept(self)
+
     monkeypatch.setattr(sysfs, "load", load_or_fail)
+    monkeypatch.setattr(sysfs.KeptFile, "load", kept_or_fail)
     return machine
 
 

@@ -380,22 +380,33 @@ class Monitor:
 
     def _keep(self, readings: Sequence[Reading], slot: _Slot) -> None:
         own: Mapping[str, float] = getattr(slot.sensor, "periods", {})
-        direct = {r.source for r in readings if r.quantity == "power" and plausible(r)}
+        counters = False
         with self._lock:
             self._distilled = None
             for reading in readings:
-                period_s = max(slot.period_s, own.get(reading.source, 0.0))
+                period_s = slot.period_s
+                if own:
+                    period_s = max(period_s, own.get(reading.source, 0.0))
                 self.periods[reading.source] = period_s
+                counters |= reading.quantity == "energy"
                 self._keep_one(reading)
-                if reading.quantity == "energy" and plausible(reading) and reading.source not in direct:
-                    rate = self._rates.power(reading, period_s)
-                    if rate is not None:
-                        self._keep_one(rate)
+            if counters:
+                self._keep_rates(readings)
+
+    def _keep_rates(self, readings: Sequence[Reading]) -> None:
+        """Power from the counters of sources that tell no power themselves."""
+        direct = {r.source for r in readings if r.quantity == "power" and plausible(r)}
+        for reading in readings:
+            if reading.quantity == "energy" and plausible(reading) and reading.source not in direct:
+                rate = self._rates.power(reading, self.periods[reading.source])
+                if rate is not None:
+                    self._keep_one(rate)
 
     def _keep_one(self, reading: Reading) -> None:
         """Newest wins; a source's time never goes back."""
         key = (reading.source, reading.quantity)
-        if key in self._newest and reading.time_s < self._newest[key].time_s:
+        known = self._newest.get(key)
+        if known is not None and reading.time_s < known.time_s:
             return
         self._newest[key] = reading
         if plausible(reading):

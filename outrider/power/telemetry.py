@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
-from outrider.contracts import Clock, Method, Quantity, Reading, Scope
+from outrider.contracts import Clock, Method, Quantity, Reading, Scope, as_json
 from outrider.errors import TraceError
 from outrider.lines import Lines, LineWriter, read_lines
 from outrider.records import is_finite
@@ -56,6 +57,7 @@ class TelemetryWriter(LineWriter):
         self._clock = clock
         self._told: dict[str, float] = {}
         self._silent: dict[tuple[str, str], str] = {}
+        self._words: dict[tuple[str, ...], tuple[str, str]] = {}  # of a reading, around its two numbers
         super().__init__(target, "telemetry", header, TelemetryError)
 
     def __call__(self, readings: Sequence[Reading]) -> None:
@@ -67,9 +69,9 @@ class TelemetryWriter(LineWriter):
         periods = {
             name: self._periods[name] for name in sources if self._told.get(name) != self._periods[name]
         }
-        line: dict[str, Any] = {} if self._clock is None else {"time_s": self._clock()}
-        line["readings"] = [_record(reading) for reading in news]
-        self.write(line | {"periods": dict(sorted(periods.items()))} if periods else line)
+        time_s = "" if self._clock is None else f'"time_s":{json.dumps(self._clock())},'
+        told = f',"periods":{json.dumps(dict(sorted(periods.items())))}' if periods else ""
+        self.write_text(f'{{{time_s}"readings":[{",".join(map(self._record, news))}]{told}}}')
         self._told.update(periods)
         self.readings += len(news)
 
@@ -82,20 +84,25 @@ class TelemetryWriter(LineWriter):
         self._silent[key] = reading.reason
         return not known
 
+    def _record(self, reading: Reading) -> str:
+        """A reading as JSON. What does not change from one to the next is made once: they come by the thousand."""
+        value, reason = reading.value, reading.reason
+        if value is not None and not math.isfinite(value):
+            value, reason = None, reason or f"the sensor gave {value}"
+        key = (reading.source, reading.quantity, reading.scope, reading.method)
+        words = self._words.get(key)
+        if words is None:
+            source, quantity, scope, method = map(json.dumps, key)
+            words = self._words[key] = (
+                f'{{"source":{source},"quantity":{quantity},"value":',
+                f',"scope":{scope},"method":{method},"time_s":',
+            )
+        end = f',"reason":{json.dumps(reason)}}}' if reason else "}"
+        return f"{words[0]}{_number(value)}{words[1]}{_number(reading.time_s)}{end}"
 
-def _record(reading: Reading) -> dict[str, Any]:
-    value, reason = reading.value, reading.reason
-    if value is not None and not math.isfinite(value):
-        value, reason = None, reason or f"the sensor gave {value}"
-    record = {
-        "source": reading.source,
-        "quantity": reading.quantity,
-        "value": value,
-        "scope": reading.scope,
-        "method": reading.method,
-        "time_s": reading.time_s,
-    }
-    return record | {"reason": reason} if reason else record
+
+def _number(value: float | None) -> str:
+    return repr(value) if type(value) is float else json.dumps(value, default=as_json)
 
 
 @dataclass(frozen=True)

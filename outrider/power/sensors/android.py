@@ -11,9 +11,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from outrider.contracts import Quantity, Reading, Scope
-from outrider.power.sensors.sysfs import is_linux, measure, read_text
+from outrider.power.sensors.sysfs import Figure, KeptNumber, is_linux, shown
 from outrider.power.sensors.system import CommandResult, Sensor, System
 
 __all__ = ["Kgsl", "ThermalDump", "ThermalService", "is_android", "parse_thermalservice"]
@@ -199,7 +200,14 @@ class Kgsl:
     _folder = "/sys/class/kgsl/kgsl-3d0"
 
     def __init__(self, system: System) -> None:
-        self._system = system
+        self._clock = system.clock
+        folder = system.path(self._folder)
+        self._files: tuple[tuple[Quantity, KeptNumber], ...] = (
+            ("clock", KeptNumber(system, folder / "gpuclk")),
+            ("clock_limit", KeptNumber(system, folder / "max_gpuclk")),
+            ("clock_max", KeptNumber(system, folder / "gpu_available_frequencies", 1.0, _highest)),
+            ("temperature", KeptNumber(system, folder / "temp", 1e-3)),
+        )
 
     @classmethod
     def find(cls, system: System) -> list[Sensor]:
@@ -211,26 +219,19 @@ class Kgsl:
 
     def read(self) -> list[Reading]:
         """What it runs at, what it may run at, what it can run at, and its heat."""
-        return [
-            self._reading("gpuclk", 1.0, "clock"),
-            self._reading("max_gpuclk", 1.0, "clock_limit"),
-            self._highest(),
-            self._reading("temp", 1e-3, "temperature"),
-        ]
+        return [self._reading(quantity, file) for quantity, file in self._files]
 
-    def _reading(self, name: str, scale: float, quantity: Quantity) -> Reading:
-        path = self._system.path(f"{self._folder}/{name}")
-        return measure(self._system, path, scale, "kgsl:gpu", quantity, "die")
+    def close(self) -> None:
+        """Close the files until the next read."""
+        for _, file in self._files:
+            file.close()
 
-    def _highest(self) -> Reading:
-        text = read_text(self._system.path(f"{self._folder}/gpu_available_frequencies")) or ""
-        steps = [float(word) for word in text.split() if word.isdigit()]
-        return Reading(
-            "kgsl:gpu",
-            "clock_max",
-            max(steps, default=None),
-            "die",
-            "instant",
-            self._system.clock(),
-            "" if steps else "gpu_available_frequencies cannot be read or lists none",
-        )
+    def _reading(self, quantity: Quantity, file: KeptNumber) -> Reading:
+        now = self._clock()
+        value, reason = file.read()
+        return Reading("kgsl:gpu", quantity, value, "die", "instant", now, reason)
+
+
+def _highest(system: System, path: Path, text: str, scale: float) -> Figure:
+    steps = [float(word) for word in text.split() if word.isdigit()]
+    return (max(steps) * scale, "") if steps else (None, f"{shown(system, path)} lists no frequency")

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.contracts import Quantity, Reading
-from outrider.power.sensors.sysfs import Figure, is_linux, list_folder, read_number, read_text
+from outrider.power.sensors.sysfs import (
+    Figure,
+    KeptNumber,
+    Parse,
+    is_linux,
+    list_folder,
+    number_in,
+    read_number,
+)
 from outrider.power.sensors.system import Sensor, System
 
 __all__ = ["Cpufreq", "IntelThrottle"]
@@ -24,45 +32,63 @@ _BANDWIDTH = re.compile(r"bw|memlat|-lat|l3|busmon|icc")
 class _Choice:
     """Files of one figure, the best first. Which of them are there is looked up again when a read fails."""
 
-    def __init__(self, paths: list[Path], scale: float) -> None:
-        self._paths, self._scale = paths, scale
-        self._there: list[Path] = []
+    def __init__(self, system: System, paths: list[Path], scale: float) -> None:
+        self._files = [KeptNumber(system, path, scale, _parser(path)) for path in paths]
+        self._there: list[KeptNumber] = []
 
-    def read(self, system: System) -> Figure:
+    def read(self) -> Figure:
         """The first file that holds a figure; else the reason of the first that is there."""
-        self._there = self._there or [path for path in self._paths if path.exists()] or self._paths[-1:]
+        self._there = self._there or [file for file in self._files if file.path.exists()] or self._files[-1:]
         reasons = []
-        for path in self._there:
-            value, reason = _highest(system, path, self._scale)
+        for file in self._there:
+            value, reason = file.read()
             if value is not None and value > 0:
                 return value, ""
-            reasons.append(reason or f"{path.name} is {value:g}: the unit is off")
+            reasons.append(reason or f"{file.path.name} is {value:g}: the unit is off")
         self._there = []
         return None, reasons[0]
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
 
 
 class _Unit:
     """A cluster, GPU or memory controller, with the files of its figures."""
 
     def __init__(
-        self, source: str, folder: Path, scale: float, files: tuple[tuple[Quantity, tuple[str, ...]], ...]
+        self,
+        system: System,
+        source: str,
+        folder: Path,
+        scale: float,
+        files: tuple[tuple[Quantity, tuple[str, ...]], ...],
     ) -> None:
         self.source = source
-        self._choices = [(name, _Choice([folder / file for file in names], scale)) for name, names in files]
+        self._clock = system.clock
+        self._choices = [
+            (name, _Choice(system, [folder / file for file in names], scale)) for name, names in files
+        ]
 
-    def read(self, system: System) -> list[Reading]:
-        now = system.clock()
+    def read(self) -> list[Reading]:
+        now = self._clock()
         readings = []
         for quantity, choice in self._choices:
-            value, reason = choice.read(system)
+            value, reason = choice.read()
             readings.append(Reading(self.source, quantity, value, "die", "instant", now, reason))
         return readings
 
+    def close(self) -> None:
+        for _, choice in self._choices:
+            choice.close()
 
-def _highest(system: System, path: Path, scale: float) -> Figure:
-    if path.name != "available_frequencies":
-        return read_number(system, path, scale)
-    steps = [float(word) for word in (read_text(path) or "").split() if word.isdigit()]
+
+def _parser(path: Path) -> Parse:
+    return _highest if path.name == "available_frequencies" else number_in
+
+
+def _highest(system: System, path: Path, text: str, scale: float) -> Figure:
+    steps = [float(word) for word in text.split() if word.isdigit()]
     return (max(steps) * scale, "") if steps else (None, f"{path.name} lists no frequency")
 
 
@@ -89,7 +115,6 @@ class Cpufreq:
     period_s = 0.5
 
     def __init__(self, system: System) -> None:
-        self._system = system
         self._units = _find_policies(system) + _find_devices(system)
 
     @classmethod
@@ -100,7 +125,12 @@ class Cpufreq:
 
     def read(self) -> list[Reading]:
         """Three figures of each unit."""
-        return [reading for unit in self._units for reading in unit.read(self._system)]
+        return [reading for unit in self._units for reading in unit.read()]
+
+    def close(self) -> None:
+        """Close the files until the next read."""
+        for unit in self._units:
+            unit.close()
 
 
 def _find_policies(system: System) -> list[_Unit]:
@@ -109,16 +139,16 @@ def _find_policies(system: System) -> list[_Unit]:
     cpus = system.path("/sys/devices/system/cpu")
     found = list_folder(cpus, "cpufreq/policy[0-9]*")
     if found:
-        return [_Unit(f"cpufreq:{path.name}", path, 1e3, _POLICY) for path in found]
+        return [_Unit(system, f"cpufreq:{path.name}", path, 1e3, _POLICY) for path in found]
     old = list_folder(cpus, "cpu[0-9]*/cpufreq")
-    return [_Unit(f"cpufreq:{path.parent.name}", path, 1e3, _POLICY) for path in old]
+    return [_Unit(system, f"cpufreq:{path.parent.name}", path, 1e3, _POLICY) for path in old]
 
 
 def _find_devices(system: System) -> list[_Unit]:
     if not is_linux(system):
         return []
     return [
-        _Unit(f"devfreq:{path.name}", path, 1.0, _DEVICE)
+        _Unit(system, f"devfreq:{path.name}", path, 1.0, _DEVICE)
         for path in list_folder(system.path("/sys/class/devfreq"))
         if _UNITS.search(path.name.lower()) and not _BANDWIDTH.search(path.name.lower())
     ]

@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import median
 
 from outrider.contracts import Method, Quantity, Reading, Scope
 from outrider.power.sensors.system import System
@@ -17,12 +16,15 @@ from outrider.power.sensors.system import System
 __all__ = [
     "PLAUSIBLE_C",
     "Figure",
+    "KeptFile",
+    "KeptNumber",
     "Spikes",
     "is_linux",
     "labels",
     "list_folder",
     "load",
     "measure",
+    "number_in",
     "read_number",
     "read_text",
     "shown",
@@ -32,11 +34,16 @@ __all__ = [
 Figure = tuple[float | None, str]
 """A value and "", or None and the reason."""
 
+Parse = Callable[[System, Path, str, float], Figure]
+"""Of a file's text: (machine, path, text, scale) -> figure."""
+
 PLAUSIBLE_C = (-40.0, 125.0)
 """What a working part can have; outside are sentinels of sensors that are off, and faults."""
 
 _SHORT = 64  # bytes: a line shorter than this, alone in the first part, is all that there is
 _MOST_READS = 256  # of a file; what goes on and on is no small file of the kernel
+_PAGE = 4096  # bytes: the most that an attribute of the kernel shows
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 _FIXES = {
     errno.ENOENT: "is gone, or this kernel does not have it",
@@ -55,7 +62,7 @@ def is_linux(system: System) -> bool:
 
 def load(path: Path) -> bytes:
     """Everything in a small file. Raises OSError, for EAGAIN too, which Python's files turn into None."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, _FLAGS)
     try:
         parts = []
         while part := os.read(descriptor, 1 << 16):
@@ -77,7 +84,7 @@ def read_text(path: Path) -> str | None:
 def try_text(system: System, path: Path, fix: str = "") -> tuple[str | None, str]:
     """The text of a file, or None and the reason. `fix` says what to do when permission is missing."""
     try:
-        return load(path).decode("utf-8", "replace").strip().strip("\0").strip(), ""
+        return _stripped(load(path)), ""
     except OSError as error:
         return None, _explain(system, path, error, fix)
 
@@ -85,8 +92,11 @@ def try_text(system: System, path: Path, fix: str = "") -> tuple[str | None, str
 def read_number(system: System, path: Path, scale: float = 1.0, fix: str = "") -> Figure:
     """The number in a file times `scale`, or None and the reason."""
     text, reason = try_text(system, path, fix)
-    if text is None:
-        return None, reason
+    return (None, reason) if text is None else number_in(system, path, text, scale)
+
+
+def number_in(system: System, path: Path, text: str, scale: float = 1.0) -> Figure:
+    """The number that a file's text is times `scale`, or None and the reason."""
     try:
         value = float(text)
     except ValueError:
@@ -94,6 +104,69 @@ def read_number(system: System, path: Path, scale: float = 1.0, fix: str = "") -
     if not math.isfinite(value):
         return None, f"{shown(system, path)} holds {text[:40]!r}, which is no number"
     return value * scale, ""
+
+
+class KeptFile:
+    """One attribute of the kernel that is read again and again, and stays open: opening it costs most of a read.
+
+    A read from its start makes the kernel show what is true now. After a failure it is opened anew. It is
+    closed by `close`, and with the object; a later read opens it again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._name = str(path)
+        self._descriptor: int | None = None
+
+    def load(self) -> bytes:
+        """Its first page. Raises OSError."""
+        if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
+            self.close()  # a copy of a phone's files, where one was removed or replaced
+        if self._descriptor is None:
+            self._descriptor = os.open(self._name, _FLAGS)
+        try:
+            return os.pread(self._descriptor, _PAGE, 0)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    __del__ = close
+
+
+class KeptNumber:
+    """A `KeptFile` of one figure; `parse` makes it of the text, unless that is still the same."""
+
+    def __init__(self, system: System, path: Path, scale: float = 1.0, parse: Parse | None = None) -> None:
+        self.path = path
+        self._file = KeptFile(path)
+        self._system, self._scale, self._parse = system, scale, parse or number_in
+        self._data: bytes | None = None
+        self._figure: Figure = None, ""
+
+    def read(self) -> Figure:
+        """The figure of now, or None and the reason."""
+        try:
+            data = self._file.load()
+        except OSError as error:
+            return None, _explain(self._system, self.path, error, "")
+        if data != self._data:
+            self._data = data
+            self._figure = self._parse(self._system, self.path, _stripped(data), self._scale)
+        return self._figure
+
+    def close(self) -> None:
+        """Close the file until the next read."""
+        self._file.close()
+
+
+def _stripped(data: bytes) -> str:
+    return data.decode("utf-8", "replace").strip().strip("\0").strip()
 
 
 class Spikes:
@@ -108,7 +181,7 @@ class Spikes:
     def settle(self, value: float) -> float:
         """What to tell after one more value."""
         self._recent = [*self._recent[-2:], value]
-        return median(self._recent) if len(self._recent) > 2 else min(self._recent)
+        return sorted(self._recent)[1] if len(self._recent) > 2 else min(self._recent)
 
     def forget(self) -> None:
         """Start again: what was read before a gap says nothing about now."""

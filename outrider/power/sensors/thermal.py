@@ -14,6 +14,7 @@ from outrider.contracts import Reading, Scope
 from outrider.power.sensors.sysfs import (
     PLAUSIBLE_C,
     Figure,
+    KeptNumber,
     Spikes,
     is_linux,
     labels,
@@ -67,23 +68,24 @@ def _is_plausible(temp_c: float) -> bool:
 
 @dataclass
 class _Zone:
+    system: System
     source: str
     folder: Path
     scope: Scope
     unit: float | None = None
     spikes: Spikes = field(default_factory=Spikes)
-    path: Path = field(init=False)
+    file: KeptNumber = field(init=False)
 
     def __post_init__(self) -> None:
-        self.path = self.folder / "temp"  # once: joining paths costs more than reading the file
+        self.file = KeptNumber(self.system, self.folder / "temp")
 
-    def read(self, system: System) -> Reading:
-        now = system.clock()
-        value, reason = self._temperature(system)
+    def read(self) -> Reading:
+        now = self.system.clock()
+        value, reason = self._temperature()
         return Reading(self.source, "temperature", value, self.scope, "instant", now, reason)
 
-    def _temperature(self, system: System) -> Figure:
-        raw, reason = read_number(system, self.path)
+    def _temperature(self) -> Figure:
+        raw, reason = self.file.read()
         if raw is None:
             self.spikes.forget()
             return None, reason
@@ -102,10 +104,10 @@ class _Zone:
         self.unit = unit
         return raw / unit
 
-    def trips(self, system: System) -> list[Trip]:
+    def trips(self) -> list[Trip]:
         found = []
         for path in list_folder(self.folder, "trip_point_*_temp"):
-            raw, _ = read_number(system, path)
+            raw, _ = read_number(self.system, path)
             kind = read_text(path.with_name(path.name.replace("_temp", "_type")))
             unit = None if raw is None else unit_of(raw)
             temp_c = None if raw is None or unit is None else raw / unit
@@ -118,19 +120,20 @@ class _Zone:
 class _Cooler:
     """`most` is the highest state, which stays what it is; it is read again when it cannot be right."""
 
+    system: System
     source: str
     folder: Path
     most: float | None = None
-    state_path: Path = field(init=False)
+    file: KeptNumber = field(init=False)
 
     def __post_init__(self) -> None:
-        self.state_path = self.folder / "cur_state"
+        self.file = KeptNumber(self.system, self.folder / "cur_state")
 
-    def read(self, system: System) -> Reading:
-        now, reason_most = system.clock(), ""
-        state, reason = read_number(system, self.state_path)
+    def read(self) -> Reading:
+        now, reason_most = self.system.clock(), ""
+        state, reason = self.file.read()
         if self.most is None or state is None or not 0 < self.most >= state:
-            self.most, reason_most = read_number(system, self.folder / "max_state")
+            self.most, reason_most = read_number(self.system, self.folder / "max_state")
         most, share = self.most, None
         if state is not None and most is not None and most > 0:
             share = min(max(state / most, 0.0), 1.0)  # powerclamp shows -1 when idle
@@ -149,9 +152,9 @@ class Thermal:
     period_s = 1.0
 
     def __init__(self, system: System) -> None:
-        self._system = system
         self._zones = _find_zones(system)
         self._coolers = _find_coolers(system)
+        self._parts: list[_Zone | _Cooler] = [*self._zones, *self._coolers]
 
     @classmethod
     def find(cls, system: System) -> list[Sensor]:
@@ -161,12 +164,16 @@ class Thermal:
 
     def read(self) -> list[Reading]:
         """Every zone and cooler; one that fails gives its reason."""
-        readings = [zone.read(self._system) for zone in self._zones]
-        return readings + [cooler.read(self._system) for cooler in self._coolers]
+        return [part.read() for part in self._parts]
+
+    def close(self) -> None:
+        """Close the files until the next read."""
+        for part in self._parts:
+            part.file.close()
 
     def trips(self) -> dict[str, list[Trip]]:
         """Source of a zone -> its trip points, without those that drivers leave at a rubbish value."""
-        return {zone.source: found for zone in self._zones if (found := zone.trips(self._system))}
+        return {zone.source: found for zone in self._zones if (found := zone.trips())}
 
 
 def _find_zones(system: System) -> list[_Zone]:
@@ -175,7 +182,8 @@ def _find_zones(system: System) -> list[_Zone]:
     kinds = [(kind, path) for kind, path in kinds if not _NO_TEMPERATURE.search(kind.lower())]
     names = labels([kind for kind, _ in kinds])
     return [
-        _Zone(f"thermal:{name}", path, _scope(name)) for name, (_, path) in zip(names, kinds, strict=True)
+        _Zone(system, f"thermal:{name}", path, _scope(name))
+        for name, (_, path) in zip(names, kinds, strict=True)
     ]
 
 
@@ -183,7 +191,7 @@ def _find_coolers(system: System) -> list[_Cooler]:
     named = [(read_text(path / "type") or "", path) for path in _folders(system, "cooling_device")]
     named = [(name, path) for name, path in named if _HOLDS_BACK.search(name.lower())]
     names = labels([name for name, _ in named])
-    return [_Cooler(f"cooling:{name}", path) for name, (_, path) in zip(names, named, strict=True)]
+    return [_Cooler(system, f"cooling:{name}", path) for name, (_, path) in zip(names, named, strict=True)]
 
 
 def _folders(system: System, stem: str) -> list[Path]:
