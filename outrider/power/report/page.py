@@ -12,6 +12,7 @@ from html import escape
 from itertools import groupby
 
 from outrider.power.report import svg
+from outrider.power.report.html import definitions, document, figure, section, table
 from outrider.power.report.intervals import Interval
 from outrider.power.report.profile_trace import ProfileError, ProfileTrace, RoundLine
 from outrider.power.report.summary import Cell, ErrorBudget, Summary
@@ -19,32 +20,7 @@ from outrider.records import replaced
 
 __all__ = ["render", "write_report"]
 
-_STYLE = """
-:root{color-scheme:light dark;--bg:#fcfcfa;--fg:#1d2226;--dim:#5c666e;--rule:#d9dcd8;--soft:#f0f1ed;
---accent:#0b6e8f;--warn:#8a4b00;--warnbg:#fff1dc;--mark:45%}
-@media(prefers-color-scheme:dark){:root{--bg:#14181b;--fg:#e6e9ea;--dim:#9aa5ac;--rule:#343c42;--soft:#1d2327;
---accent:#5cc0e0;--warn:#ffc06b;--warnbg:#3a2a12;--mark:60%}}
-*{box-sizing:border-box}
-body{margin:0 auto;padding:1rem;max-width:60rem;background:var(--bg);color:var(--fg);
-font:1rem/1.5 system-ui,sans-serif}
-h1{font-size:1.15rem;margin:0 0 .5rem}h2{font-size:1.05rem;margin:2rem 0 .5rem}
-.answer{font-size:1.35rem;line-height:1.35;margin:.5rem 0 1rem}
-.simulated{background:var(--warnbg);color:var(--warn);padding:.5rem .75rem;border-radius:.4rem;font-weight:600}
-.dim,figcaption{color:var(--dim);font-size:.9rem}
-figure{margin:0}svg{width:100%;max-width:44rem;height:auto;display:block}
-svg text{font:11px system-ui,sans-serif;fill:var(--dim)}svg .name{fill:var(--fg);font-weight:600}
-svg .label{fill:var(--fg)}.grid{stroke:var(--rule)}.line,.front{fill:none;stroke:var(--accent);stroke-width:1.3}
-.front{stroke-dasharray:4 3;opacity:.6}.whisker{stroke:var(--fg);stroke-width:1.2}.mark{fill:var(--accent)}
-.hollow{stroke:var(--fg);stroke-dasharray:2 2}.bound{stroke:var(--warn);stroke-dasharray:5 3}
-.band0{fill:var(--soft)}.band1{fill:var(--rule);opacity:.55}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem}
-th,td{padding:.3rem .6rem;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}
-th:first-child,td:first-child{text-align:left}thead th{color:var(--dim);font-weight:600;vertical-align:bottom}
-dl{display:grid;grid-template-columns:minmax(6rem,auto) 1fr;gap:.2rem 1rem;font-size:.9rem}
-dt{color:var(--dim)}dd{margin:0;overflow-wrap:anywhere}
-"""
 LEAST_HEAT_SPAN_C = 10.0  # of the colour scale: noise of a degree is no red
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def render(summary: Summary, trace: ProfileTrace | None = None) -> str:
@@ -61,14 +37,7 @@ def render(summary: Summary, trace: ProfileTrace | None = None) -> str:
         _budget(summary),
         _provenance(summary),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n<main>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</main>\n</body></html>\n"
-    )
+    return document(title, sections)
 
 
 def write_report(path: str | os.PathLike[str], summary: Summary, trace: ProfileTrace | None = None) -> None:
@@ -95,14 +64,6 @@ def _opening(summary: Summary, title: str) -> str:
     return f"<header>{''.join(parts)}</header>"
 
 
-def _section(title: str, *parts: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
-
-
-def _figure(drawing: str, caption: str) -> str:
-    return f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
-
-
 def _marked(summary: Summary, title: str) -> str:
     return f"{title} (SIMULATED)" if summary.simulated else title
 
@@ -116,14 +77,14 @@ def _trade_off(summary: Summary) -> str:
         title = _marked(summary, "Tokens per second")
         marks = [_rate_mark(cell, heats) for cell in summary.cells]
         drawing = svg.bars(marks, "tokens/s", title, _described(summary.cells), "rates")
-        return _section(title, _figure(drawing, _interval_caption(heats)))
+        return section(title, figure(drawing, _interval_caption(heats)))
     title = _marked(summary, "Speed against energy against heat")
     marks = [mark for cell in summary.cells if (mark := _pareto_mark(cell, heats))]
     drawing = svg.scatter(marks, "J/token (gross)", "tokens/s", title, _described(summary.cells), "pareto")
     caption = "Up is faster, left is thriftier; the dashed line joins what nothing else beats in both. "
     if not all(cell.allowed for cell in summary.cells):
         caption += "A dashed rim: this setting broke the power cap or the temperature limit. "
-    return _section(title, _figure(drawing, caption + _interval_caption(heats)))
+    return section(title, figure(drawing, caption + _interval_caption(heats)))
 
 
 def _heats(cells: Sequence[Cell]) -> dict[str, float]:
@@ -207,8 +168,8 @@ def _table(summary: Summary) -> str:
     head += ["peak °C", "retention", "throttled after", "s over limit"]
     rows = [_row(cell, summary.metered) for cell in summary.cells]
     caption = "Mean ± half of the 95 % interval. Retention: the rate of the last 30 s over the first 30 s."
-    return _section(
-        _marked(summary, "Every setting"), _html_table(head, rows), f'<p class="dim">{escape(caption)}</p>'
+    return section(
+        _marked(summary, "Every setting"), table(head, rows), f'<p class="dim">{escape(caption)}</p>'
     )
 
 
@@ -236,15 +197,6 @@ def _row(cell: Cell, metered: bool) -> list[str]:
     ]
 
 
-def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows)
-    return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{top}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
 def _stages(summary: Summary) -> str:
     """Where the joules of a token went."""
     split = [(cell, cell.stage_j_per_token) for cell in summary.cells if cell.stage_j_per_token]
@@ -255,9 +207,9 @@ def _stages(summary: Summary) -> str:
     caption = (
         "Gross joules a decoded token, by the time in which they were drawn. Wasted draft: a part of draft."
     )
-    return _section(
+    return section(
         _marked(summary, "Energy by stage"),
-        _html_table(["setting", *(name.replace("_", " ") for name in names)], rows),
+        table(["setting", *(name.replace("_", " ") for name in names)], rows),
         f'<p class="dim">{escape(caption)}</p>',
     )
 
@@ -273,7 +225,7 @@ def _over_time(summary: Summary, trace: ProfileTrace) -> str:
     ]
     names = ", ".join(line.name for line in lines)
     drawing = svg.timeline(lines, bands, title, f"{names} over time, {len(bands)} runs", "timeline")
-    return _section(title, _figure(drawing, "Shaded: one run each; between them the device idles."))
+    return section(title, figure(drawing, "Shaded: one run each; between them the device idles."))
 
 
 def _lines(trace: ProfileTrace) -> list[svg.Line]:
@@ -328,8 +280,8 @@ def _budget(summary: Summary) -> str:
     budget = summary.error_budget
     if budget is None:
         text = summary.no_meter or "no source of power or energy answered"
-        return _section("Error budget", f"<p>No joules were measured: {escape(text)}.</p>")
-    return _section(_marked(summary, "Error budget"), _definitions(_budget_lines(budget)))
+        return section("Error budget", f"<p>No joules were measured: {escape(text)}.</p>")
+    return section(_marked(summary, "Error budget"), definitions(_budget_lines(budget)))
 
 
 def _budget_lines(budget: ErrorBudget) -> list[tuple[str, str]]:
@@ -371,8 +323,4 @@ def _provenance(summary: Summary) -> str:
         ("temperature limit", _plain(settings.temp_limit_c, "g", " °C")),
         ("cool-down gate", f"at most {settings.cool_down_s:.0f} s"),
     ]
-    return _section("Where this comes from", _definitions([*known, *asked]))
-
-
-def _definitions(pairs: Sequence[tuple[str, str]]) -> str:
-    return "<dl>" + "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in pairs) + "</dl>"
+    return section("Where this comes from", definitions([*known, *asked]))
