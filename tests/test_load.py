@@ -27,6 +27,7 @@ from outrider.manifest import (
 from outrider.runtime import backends
 from outrider.runtime import load as loading
 from outrider.runtime.load import RoleOptions
+from outrider.runtime.memory_budget import PROCESS_MB, MemoryLimit, Room, room_here
 from outrider.targets.fake import FakeGraph
 
 VOCAB = 328
@@ -256,8 +257,18 @@ def test_a_graph_that_a_missing_extra_would_run_is_passed_over_with_the_install(
         assert "pip install 'outrider[executorch]'" in pipeline.placement[0].passed_over[0]
 
 
+def alone(monkeypatch: pytest.MonkeyPatch, free_mb: float | None = None, held_mb: float = 0.0) -> None:
+    """A process of the usual size on a machine with so much free memory."""
+
+    def room(limit_mb: float | None) -> Room:
+        free = None if free_mb is None else MemoryLimit(free_mb, "that the machine has free now")
+        return replace(room_here(limit_mb), held_mb=held_mb, free=free)
+
+    monkeypatch.setattr(loading, "room_here", room)
+
+
 def test_a_memory_limit_counts_the_graphs_that_can_run_here(
-    bundle: Path, opened: Opened, machine: Callable[[str], None]
+    bundle: Path, opened: Opened, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine("x86_64")
     (bundle / "huge.bin").write_bytes(b"x" * 3_000_000)
@@ -266,7 +277,8 @@ def test_a_memory_limit_counts_the_graphs_that_can_run_here(
         files={name: describe_file(bundle / name) for name in ("npu.bin", "huge.bin")},
     )
     edit(bundle, lambda m: {"roles": {**m.roles, "draft": RoleEntry((*m.roles["draft"].graphs, huge))}})
-    with outrider.load(bundle, memory_limit_mb=1) as pipeline:
+    alone(monkeypatch)
+    with outrider.load(bundle, memory_limit_mb=PROCESS_MB + 1) as pipeline:
         assert pipeline.drafters == ("lookup", "model")
 
 
@@ -392,22 +404,57 @@ def test_heat_and_caps_change_drafts_and_pauses_and_never_the_text(bundle: Path,
     assert '"kind":"governor"' in (bundle / "log").read_text()
 
 
-def test_a_draft_beyond_the_memory_limit_is_left_out_and_a_target_is_refused(
-    bundle: Path, opened: Opened, caplog: pytest.LogCaptureFixture
-) -> None:
-    with outrider.load(bundle, memory_limit_mb=1.0) as pipeline:
-        assert pipeline.drafters == ("lookup", "model")
-    edit(bundle, lambda m: {"roles": {name: big(role) for name, role in m.roles.items()}})
-    with outrider.load(bundle, memory_limit_mb=3.0) as pipeline:
-        assert pipeline.drafters == ("lookup",)
-    assert "left out" in caplog.text
-    with pytest.raises(UsageError, match=r"memory_limit_mb is 1\.5, but the target alone takes 2 MB"):
-        outrider.load(bundle, memory_limit_mb=1.5)
-
-
 def big(role: RoleEntry) -> RoleEntry:
     """The same graph with a cache of some 2 MB."""
     return RoleEntry(tuple(replace(graph, kv=replace(graph.kv, head_dim=1250)) for graph in role.graphs))
+
+
+def test_a_draft_beyond_the_memory_limit_is_left_out_and_a_target_is_refused(
+    bundle: Path, opened: Opened, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone(monkeypatch)
+    edit(bundle, lambda m: {"roles": {name: big(role) for name, role in m.roles.items()}})
+    with outrider.load(bundle, memory_limit_mb=PROCESS_MB + 5) as pipeline:
+        assert pipeline.drafters == ("lookup", "model")
+        assert pipeline.memory is not None
+        assert pipeline.memory.peak_mb == pytest.approx(PROCESS_MB + 2 * 2 + 18 * 4e-6 * VOCAB, abs=0.4)
+    with outrider.load(bundle, memory_limit_mb=PROCESS_MB + 3) as pipeline:
+        assert pipeline.drafters == ("lookup",)
+    assert "left out, n-gram lookup still drafts: all of it would take 89 of the 88 MB" in caplog.text
+    with pytest.raises(
+        UsageError, match=r"does not fit into the 86 MB .* would work: 87 MB at most: process 85"
+    ):
+        outrider.load(bundle, memory_limit_mb=PROCESS_MB + 1)
+
+
+def test_what_the_machine_has_free_now_bounds_the_plan_and_a_draft_must_leave_a_reserve(
+    bundle: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(bundle, lambda m: {"roles": {name: big(role) for name, role in m.roles.items()}})
+    alone(monkeypatch, free_mb=45 + 128, held_mb=100)
+    with outrider.load(bundle, governor=False) as pipeline:
+        assert pipeline.drafters == ("lookup", "model")
+    alone(monkeypatch, free_mb=37 + 128, held_mb=100)
+    with outrider.load(bundle, governor=False) as pipeline:
+        assert pipeline.drafters == ("lookup",)
+    alone(monkeypatch, free_mb=35, held_mb=100)
+    with pytest.raises(
+        UsageError, match=r"the 35 MB that the machine has free now, beside 100 MB that it holds"
+    ):
+        outrider.load(bundle, governor=False)
+
+
+def test_the_draft_may_remember_less_than_the_target(bundle: Path, opened: Opened) -> None:
+    """Its window slides: the text is the target's, far behind what the draft remembers."""
+    options: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "drafter": "model", "k": 3}
+    with outrider.load(bundle, governor=False) as whole, outrider.load(bundle, draft_context=16) as short:
+        assert short.generate("the fox", **options).tokens == whole.generate("the fox", **options).tokens
+    assert [call[1].context for call in opened] == [None, None, None, 16]
+    assert opened[-1][2].max_context == 16
+    with pytest.raises(UsageError, match="draft_context is 201; this bundle was exported for 2 to 200"):
+        outrider.load(bundle, draft_context=201)
+    with pytest.raises(UsageError, match="draft_context was given, but draft=False"):
+        outrider.load(bundle, draft=False, draft_context=16)
 
 
 def test_a_draft_that_memory_pressure_drove_out_is_opened_again(bundle: Path, opened: Opened) -> None:

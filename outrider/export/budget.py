@@ -19,6 +19,7 @@ from outrider.export.slots import matrix_slots, slot_shape
 from outrider.quantize.coreml_recipes import CoreMLRecipe, CoreMLScheme, Palette
 from outrider.quantize.npu_recipes import get_npu_recipe
 from outrider.quantize.schemes import AnyScheme, BlockInt, Carry, DynamicInt8, Float
+from outrider.runtime.memory_budget import LEAST_CONTEXT
 from outrider.targets.device import APP_SHARE, Device
 
 __all__ = ["Budget", "GraphSize", "estimate", "fit_budget", "refuse_full_disk", "with_free_space"]
@@ -28,7 +29,6 @@ HTP_CONTEXT_MB = (
 )
 DISK_MARGIN = 1.25  # compiled binaries and blocks of 4 bits take more than their weights
 SMALL_FILES_MB = 50.0  # tokenizer, probes, graphs without weights
-LEAST_CONTEXT = 256  # a draft that remembers less is of little use
 Plans = Mapping[str, tuple[GraphPlan, ...]]
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from outrider.export.budget import LEAST_CONTEXT, GraphSize, estimate
+from outrider.export.budget import GraphSize, estimate
 from outrider.export.config import ModelConfig
 from outrider.export.device_plans import plan_graphs
 from outrider.export.options import ExportOptions
 from outrider.export.slots import matrix_slots, slot_shape
+from outrider.runtime.memory_budget import LEAST_CONTEXT, logits_mb
 from outrider.runtime.placement_costs import Candidate
-from outrider.runtime.placement_sources import scratch_mb
 from outrider.targets.device import Device
 from outrider.targets.model_cost import ModelCost
 
@@ -62,6 +62,6 @@ def _candidate(size: GraphSize, config: ModelConfig) -> Candidate:
         ModelCost(streamed, ops, 1e6 * size.kv_mb / plan.max_context, size.memory_mb),
         (size.binaries_mb or size.weights_mb) + size.tables_mb,
         size.kv_mb,
-        scratch_mb(plan.role, config.num_logits),
+        logits_mb(plan.role, config.num_logits),
         config.vocab_size,
     )

@@ -15,7 +15,16 @@ from outrider.errors import BackendError, BundleError, UsageError
 from outrider.manifest import GraphEntry, bundle_path
 from outrider.targets.core_sets import cores_of, unit_kind
 
-__all__ = ["BACKENDS", "UNITS", "Opener", "RoleOptions", "graph_meta", "open_npu", "why_passed_over"]
+__all__ = [
+    "BACKENDS",
+    "UNITS",
+    "Opener",
+    "RoleOptions",
+    "graph_meta",
+    "held_context",
+    "open_npu",
+    "why_passed_over",
+]
 
 UNITS = ("cpu", "gpu", "npu")
 CPU_PROVIDER = "CPUExecutionProvider"
@@ -27,8 +36,8 @@ class RoleOptions:
     """How one role is to be run: by which backend, on which execution providers in order, how many threads.
 
     `provider_options` are by provider name, `unit` is one of `UNITS`, or a core set of this computer as `cpu:2-3`
-    (`targets.core_sets`), which says how many threads there are too. None leaves the choice to the bundle and the
-    backend.
+    (`targets.core_sets`), which says how many threads there are too. `context` is how many tokens it is to hold. None
+    leaves the choice to the bundle and the backend.
     """
 
     backend: str | None = None
@@ -36,6 +45,7 @@ class RoleOptions:
     provider_options: Mapping[str, Mapping[str, Any]] | None = None
     threads: int | None = None
     unit: str | None = None
+    context: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse an unknown backend or unit and an impossible number of threads."""
@@ -131,6 +141,13 @@ def graph_meta(graph: GraphEntry) -> dict[str, Any]:
     }
 
 
+def held_context(graph: GraphEntry, wanted: int | None) -> int:
+    """Tokens that a graph has a cache for: an `inplace` one of those wanted, any other one of all it was made for."""
+    if wanted is None or (graph.backend, graph.profile) != ("onnxruntime", "inplace"):
+        return graph.max_context
+    return min(wanted, graph.max_context)
+
+
 def _open_onnxruntime(directory: str | os.PathLike[str], graph: GraphEntry, options: RoleOptions) -> Graph:
     """Open a graph with ONNX Runtime: on the providers named, or those it was made for, or the CPU."""
     if graph.unit == "npu":
@@ -145,7 +162,7 @@ def _open_onnxruntime(directory: str | os.PathLike[str], graph: GraphEntry, opti
         raise UsageError(f"provider options for {stray[0]!r}, which is not among {', '.join(providers)}")
     return OnnxGraph.load(
         bundle_path(directory, graph.path),
-        graph_meta(graph),
+        {**graph_meta(graph), "max_context": held_context(graph, options.context)},
         threads=options.threads,
         providers=providers,
         provider_options=[{key: str(v) for key, v in given.get(name, {}).items()} for name in providers],

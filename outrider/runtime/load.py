@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.contracts import Drafter, Graph, IntArray
@@ -17,8 +17,9 @@ from outrider.manifest import verify as verify_files
 from outrider.runtime.backends import BACKENDS, RoleOptions, why_passed_over
 from outrider.runtime.chat import ChatTemplate
 from outrider.runtime.lookup import LookupDrafter
+from outrider.runtime.memory_budget import MemoryPlan, choose_memory, room_here
 from outrider.runtime.model_drafter import ModelDrafter
-from outrider.runtime.open_pacer import Governing, footprint_mb, open_pacer
+from outrider.runtime.open_pacer import Governing, open_pacer
 from outrider.runtime.pipeline import Pipeline
 from outrider.runtime.planner import Planner
 from outrider.runtime.rounds import Engine
@@ -69,6 +70,7 @@ def load(
     verify: Literal["size", "full"] = "size",
     threads: int | None = None,
     max_context: int | None = None,
+    draft_context: int | None = None,
     target_backend: str | None = None,
     target_providers: Sequence[str] | None = None,
     target_provider_options: Mapping[str, Mapping[str, Any]] | None = None,
@@ -92,23 +94,30 @@ def load(
     Each role gets the first of its graphs, by preference, that this machine can run;
     `Pipeline.placement` says which, and why others were passed over. `draft` False leaves the draft model
     out, and drafting to n-gram lookup. `verify` "full" also hashes every file. `max_context` holds fewer
-    tokens than the bundle allows (the memory of the cache stays: its length is part of the graph).
+    tokens than the bundle allows, `draft_context` lets the draft remember the last tokens only (where the cache is part
+    of the graph, as in all but `inplace` ones, that saves no memory).
     Providers are ONNX Runtime's, by name, with options per name. A unit is "cpu", "gpu" or "npu"; a graph that
     only an emulator can run here is passed over unless its unit is asked for. On Linux it can be a core set,
     "cpu:0" or "cpu:2-3": the role then has a thread on each of these cores, and they are its own.
 
     From `objective` on: what heat and power may ask of drafts and pauses (never of the text); see
     `runtime.open_pacer.Governing`. By default drafts get shorter where a sensor says that the machine is hot;
-    `governor` False turns that off. Under `memory_limit_mb` a draft model that does not fit is left out.
+    `governor` False turns that off.
+
+    Before anything is opened, what it will take (`Pipeline.memory`) is held against what this machine has free now and
+    against `memory_limit_mb`, resident memory of the whole process. Where it does not fit, the draft's context is
+    halved, then the draft left out, then the context halved, unless they were asked for; a warning says so.
 
     Raises BundleError for a damaged bundle, BackendError when no graph of a role can run here, UsageError
-    for an option that cannot be honoured.
+    for an option that cannot be honoured, and where not even the smallest plan fits into memory.
     """
     roles = {
         "target": RoleOptions(
-            target_backend, target_providers, target_provider_options, threads, target_unit
+            target_backend, target_providers, target_provider_options, threads, target_unit, max_context
         ),
-        "draft": RoleOptions(draft_backend, draft_providers, draft_provider_options, threads, draft_unit),
+        "draft": RoleOptions(
+            draft_backend, draft_providers, draft_provider_options, threads, draft_unit, draft_context
+        ),
     }
     refuse_shared(target_unit, draft_unit)
     if verify not in ("size", "full"):
@@ -127,7 +136,8 @@ def load(
     manifest = _checked(directory, full=verify == "full")
     if not draft or "draft" not in manifest.roles:
         _refuse_options(roles.pop("draft"), "draft=False" if not draft else "the bundle has no draft model")
-    return _assemble(directory, manifest, roles, governing, _context(manifest, max_context))
+    _check_contexts(manifest, roles)
+    return _assemble(directory, manifest, roles, governing)
 
 
 def _assemble(
@@ -135,24 +145,23 @@ def _assemble(
     manifest: Manifest,
     roles: dict[str, RoleOptions],
     governing: Governing,
-    context: int | None,
 ) -> Pipeline:
     """Open what a pipeline needs, and join it; whatever fails closes what was opened."""
-    _leave_out_what_does_not_fit(manifest, roles, governing.memory_limit_mb)
+    memory = _fit_memory(manifest, roles, governing.memory_limit_mb)
     with ExitStack() as stack:
         drafting = ["lookup", *(["model"] if "draft" in roles else [])]
         expected = {role: _expected(manifest, role, options) for role, options in roles.items()}
-        pacer = open_pacer(governing, stack, drafting, expected)
+        pacer = open_pacer(governing, stack, drafting, expected, memory)
         tokenizer = open_tokenizer(directory, manifest)
         graphs: dict[str, Graph] = {}
         placement = []
         for role, options in roles.items():
-            graphs[role], placed = open_role(directory, role, manifest.roles[role], options, context)
+            graphs[role], placed = open_role(directory, role, manifest.roles[role], options)
             stack.callback(graphs[role].close)
             placement.append(placed)
 
         def reopen() -> Graph:
-            return open_role(directory, "draft", manifest.roles["draft"], roles["draft"], context)[0]
+            return open_role(directory, "draft", manifest.roles["draft"], roles["draft"])[0]
 
         trimmed = _trimmed_head(directory, manifest, placement[-1]) if "draft" in roles else {}
         drafters = _drafters(graphs.get("draft"), reopen, placement[-1], tokenizer, trimmed)
@@ -177,6 +186,7 @@ def _assemble(
             manifest=manifest,
             placement=placement,
             machine=machine,
+            memory=memory,
             owned=stack.pop_all(),
         )
 
@@ -186,7 +196,6 @@ def open_role(
     role: str,
     entry: RoleEntry,
     options: RoleOptions,
-    max_context: int | None = None,
 ) -> tuple[Graph, Placement]:
     """Open the first graph of a role, by preference, that can run here under `options`.
 
@@ -202,7 +211,7 @@ def open_role(
             except (BackendError, MissingExtraError) as error:
                 reason, level = str(error), logging.WARNING
             else:
-                opened.max_context = min(opened.max_context, max_context or opened.max_context)
+                opened.max_context = min(opened.max_context, options.context or opened.max_context)
                 return opened, _placed(role, graph, opened, passed, options)
         passed.append(f"{graph.path} ({graph.backend}, {graph.unit}): {reason}")
         _log.log(level, "%s: passed over %s", role, passed[-1])
@@ -243,12 +252,15 @@ def _check_token_map(directory: str | os.PathLike[str], manifest: Manifest) -> N
         )
 
 
-def _context(manifest: Manifest, wanted: int | None) -> int | None:
-    if wanted is not None and not 1 < wanted <= manifest.max_context:
-        raise UsageError(
-            f"max_context is {wanted}; this bundle was exported for 2 to {manifest.max_context} tokens"
-        )
-    return wanted
+def _check_contexts(manifest: Manifest, roles: Mapping[str, RoleOptions]) -> None:
+    """Raise UsageError for a context that the bundle cannot hold."""
+    longest = {"target": manifest.max_context}
+    if "draft" in roles:
+        longest["draft"] = max(graph.max_context for graph in manifest.roles["draft"].graphs)
+    for role, options in roles.items():
+        wanted, name = options.context, "max_context" if role == "target" else "draft_context"
+        if wanted is not None and not 1 < wanted <= longest[role]:
+            raise UsageError(f"{name} is {wanted}; this bundle was exported for 2 to {longest[role]} tokens")
 
 
 def _expected(manifest: Manifest, role: str, options: RoleOptions) -> GraphEntry:
@@ -257,26 +269,21 @@ def _expected(manifest: Manifest, role: str, options: RoleOptions) -> GraphEntry
     return next((graph for graph in graphs if why_passed_over(role, graph, options) is None), graphs[0])
 
 
-def _leave_out_what_does_not_fit(
-    manifest: Manifest, roles: dict[str, RoleOptions], limit_mb: float | None
-) -> None:
-    """Take a draft that exceeds the limit beside the target out of `roles`, by the graphs expected here."""
-    if limit_mb is None:
-        return
-    sizes = {role: footprint_mb(_expected(manifest, role, options)) for role, options in roles.items()}
-    if sizes["target"] > limit_mb:
-        raise UsageError(
-            f"memory_limit_mb is {limit_mb:g}, but the target alone takes {sizes['target']:.0f} MB; raise it, or"
-            " export with a smaller recipe or context"
-        )
-    if "draft" in sizes and sizes["target"] + sizes["draft"] > limit_mb:
-        _log.warning(
-            "the draft model (%.0f MB) is left out: beside the target (%.0f MB) it exceeds the limit of %g MB",
-            sizes["draft"],
-            sizes["target"],
-            limit_mb,
-        )
-        del roles["draft"]
+def _fit_memory(manifest: Manifest, roles: dict[str, RoleOptions], limit_mb: float | None) -> MemoryPlan:
+    """The plan that there is room for, by the graphs expected here; `roles` are made to follow it."""
+    graphs = {role: _expected(manifest, role, options) for role, options in roles.items()}
+    wishes = {role: options.context for role, options in roles.items()}
+    plan = choose_memory(graphs, wishes, room_here(limit_mb))
+    _log.info("memory: %s", plan)
+    for note in plan.notes:
+        _log.warning("memory: %s", note)
+    if plan.draft is None:
+        roles.pop("draft", None)
+    for role, options in roles.items():
+        planned = plan.target if role == "target" or plan.draft is None else plan.draft
+        if planned.context < graphs[role].max_context:
+            roles[role] = replace(options, context=planned.context)
+    return plan
 
 
 def _close_drafters(drafters: Mapping[str, Drafter]) -> None:

@@ -21,6 +21,7 @@ from outrider.runtime.unmetered import Unmetered, unmetered
 
 if TYPE_CHECKING:
     from outrider.power.monitor import Monitor
+    from outrider.runtime.memory_budget import MemoryPlan
     from outrider.targets.device import Device
 
 __all__ = ["Governing", "footprint_mb", "open_pacer", "refuse_unmeasurable"]
@@ -81,11 +82,12 @@ def open_pacer(
     stack: ExitStack,
     drafters: Sequence[str] = (),
     graphs: Mapping[str, GraphEntry] | None = None,
+    memory: MemoryPlan | None = None,
 ) -> Pacer | None:
     """A pacer as `governing` wants it, or None; what it opens is closed by `stack`.
 
-    `graphs` are those of the bundle that will run, by role: they say what memory is taken, and with the device's
-    profile what rounds should draw, until that is measured.
+    `graphs` are those of the bundle that will run, by role: with the device's profile they say what rounds should
+    draw, until that is measured. `memory` says what is taken; without it, files and caches do.
 
     Raises UsageError for a limit that nothing on this machine can measure, and for an unknown device.
     """
@@ -103,10 +105,8 @@ def open_pacer(
         stack.enter_context(monitor)
     from outrider.power.energy import EnergyModel
 
-    taken_mb = {role: footprint_mb(graph) for role, graph in (graphs or {}).items()}
-    governor = Governor(
-        governing.policy, device, target_mb=taken_mb.get("target", 0.0), draft_mb=taken_mb.get("draft", 0.0)
-    )
+    target_mb, draft_mb = _taken_mb(graphs or {}, memory)
+    governor = Governor(governing.policy, device, target_mb=target_mb, draft_mb=draft_mb)
     log = _open_log(governing, governor)
     energy_model = EnergyModel(_prior(device, graphs or {}, drafters), tuple(drafters))
     stand_in = _stand_in(device, graphs or {})
@@ -114,6 +114,14 @@ def open_pacer(
     stack.callback(pacer.close)
     _log.info("governed by %s: %s", governing.policy, state)
     return pacer
+
+
+def _taken_mb(graphs: Mapping[str, GraphEntry], memory: MemoryPlan | None) -> tuple[float, float]:
+    """What is in memory with the draft model released, and what that one takes."""
+    if memory is not None:
+        return memory.without_draft_mb, memory.draft.memory_mb if memory.draft is not None else 0.0
+    sizes = {role: footprint_mb(graph) for role, graph in graphs.items()}
+    return sizes.get("target", 0.0), sizes.get("draft", 0.0)
 
 
 def _device(governing: Governing) -> Any:

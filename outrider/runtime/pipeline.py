@@ -24,6 +24,7 @@ from outrider.runtime.transcript import Transcript
 if TYPE_CHECKING:
     from outrider.manifest import Manifest
     from outrider.runtime.load import Placement
+    from outrider.runtime.memory_budget import MemoryPlan
 
 __all__ = ["Chunk", "FinishReason", "Options", "Pipeline", "Prompt", "Result", "gather"]
 
@@ -122,7 +123,7 @@ class Pipeline:
 
     Batch 1: one generation at a time, from one thread. The KV cache lives on between calls, so a prompt
     that begins like the last text is not run again where it is equal. `owned` are closed with it; `machine`
-    says in one line what measured times depend on (`runtime.timing`).
+    says in one line what measured times depend on (`runtime.timing`), `memory` what was expected to be taken.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Pipeline:
         manifest: Manifest | None = None,
         placement: Sequence[Placement] = (),
         machine: str = "",
+        memory: MemoryPlan | None = None,
         owned: ExitStack | None = None,
     ) -> None:
         self.engine = engine
@@ -142,6 +144,7 @@ class Pipeline:
         self.manifest = manifest
         self.placement = tuple(placement)
         self.machine = machine
+        self.memory = memory
         self._owned = owned or ExitStack()
         self._closed = False
 

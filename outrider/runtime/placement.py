@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from outrider.contracts import Objective
 from outrider.errors import UsageError
+from outrider.runtime.memory_budget import PROCESS_MB, TOKENIZER_BYTES, MemoryLimit
 from outrider.runtime.placement_costs import (
     Basis,
     Candidate,
@@ -28,26 +29,8 @@ from outrider.targets.device import Device
 
 __all__ = ["PROCESS_MB", "DevicePlan", "MemoryLimit", "Option", "Refusal", "Request", "RolePlan", "place"]
 
-PROCESS_MB = 85.0
-"""Python with ONNX Runtime's code and a small tokenizer, as measured on x86 Linux (resident, a bundle of 1 MB)."""
-TOKENIZER_BYTES = 950.0
-"""An entry of a tokenizer's vocabulary: what SmolLM2-135M (49k entries) and Qwen2.5-Coder-1.5B (152k) take beyond
-weights, cache and process, 50 and 137 MB on the same machine."""
 PREFILL = 64  # the chunk of a prompt that static graphs are compiled for
 MOST_SPLITS = 8  # ways to share out the cores of a unit that are tried
-
-
-@dataclass(frozen=True)
-class MemoryLimit:
-    """MB that a plan may take, and what says so."""
-
-    mb: float
-    how: str
-
-    def __post_init__(self) -> None:
-        """Refuse what is no amount of memory."""
-        if not 0.0 < self.mb < 1e12:
-            raise UsageError(f"memory_limit is {self.mb:g}; it must be above 0 MB and finite")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 from outrider.manifest import GraphEntry, Manifest
 from outrider.runtime.evidence import PRIOR_ACCEPTANCE
 from outrider.runtime.load import Placement
-from outrider.runtime.placement import MemoryLimit
-from outrider.runtime.placement_costs import K_MAX, Candidate
+from outrider.runtime.memory_budget import MemoryLimit, available_here, logits_mb
+from outrider.runtime.placement_costs import Candidate
 from outrider.runtime.timing import known_costs, machine_line
 from outrider.targets.device import APP_SHARE, Device
 from outrider.targets.model_cost import model_cost
@@ -19,7 +19,6 @@ __all__ = [
     "available_now",
     "bundle_candidates",
     "measured_acceptance",
-    "scratch_mb",
     "unit_cores",
 ]
 
@@ -52,17 +51,11 @@ def _candidates(
                 cost,
                 cost.resident_mb,
                 kv_mb,
-                scratch_mb(role, entry.vocab_size),
+                logits_mb(role, entry.vocab_size),
                 entry.vocab_size,
                 made=True,
                 measured=measured.get(role, ()) if place == 0 else (),
             )
-
-
-def scratch_mb(role: str, vocab_size: int) -> float:
-    """The float32 logits of the widest verify forward, or of a draft's step and its catch-up."""
-    rows = K_MAX + 1 if role == "target" else 2
-    return 4e-6 * rows * vocab_size
 
 
 def _measured(
@@ -101,16 +94,9 @@ def measured_acceptance(manifest: Manifest | None) -> tuple[float, str]:
 
 def available_now(device: Device) -> MemoryLimit:
     """What an app may take: on this machine what is free now, elsewhere a share of the device's memory."""
-    if device.kind == "host":
-        from outrider.power.sensors.memory import Memory
-        from outrider.power.sensors.system import System
-
-        readings = [reading for sensor in Memory.find(System()) for reading in sensor.read()]
-        free = {r.source: r.value for r in readings if r.quantity == "memory_available" and r.value}
-        if free:
-            tightest = min(free, key=lambda source: free[source])
-            what = "cgroup of this process has left" if tightest == "memory:cgroup" else "machine has free"
-            return MemoryLimit(free[tightest], f"that the {what} now")
+    here = available_here() if device.kind == "host" else None
+    if here is not None:
+        return here
     share = APP_SHARE.get(device.kind, APP_SHARE["laptop"])
     capacity_mb = 1e3 * float(device.memory_gb)
     how = f"that an app may take (assumed: {share:.0%} of {device.memory_gb:g} GB)"

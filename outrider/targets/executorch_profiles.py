@@ -180,7 +180,7 @@ class SplitRunner:
     def close(self) -> None:
         """Let go of the program and the cache."""
         self._present, self._past, self._buffers = [], {}, {}
-        self.cache = self.cache[:0]
+        self.cache = np.zeros(0, self.cache.dtype)  # a view would keep all of it
         self.program.close()
 
     def _buffer(self, name: str, W: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:

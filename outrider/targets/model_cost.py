@@ -11,7 +11,7 @@ from outrider.manifest import GraphEntry
 from outrider.targets.device import Device
 from outrider.targets.physics import Work, dynamic_power, roofline_time
 
-__all__ = ["DRAFT_COST", "TARGET_COST", "ModelCost", "model_cost", "nominal_energy"]
+__all__ = ["DRAFT_COST", "TARGET_COST", "ModelCost", "model_cost", "nominal_energy", "resident_mb"]
 
 WIDTHS = range(1, 17)  # of verify forwards that a prior is given for
 
@@ -60,12 +60,20 @@ def model_cost(entry: GraphEntry) -> ModelCost:
     many bytes they are counts all as streamed (up to a quarter too many), and its weights are bytes by the
     bits of the recipe. Raises UsageError for a recipe without a known size.
     """
-    nbytes = float(sum(_data_files(entry).values()))
-    apart = entry.files[entry.embedding_file].bytes if entry.embedding_file is not None else 0
+    nbytes, apart = float(sum(_data_files(entry).values())), _table_bytes(entry)
     streamed = nbytes - max(entry.gathered_bytes - apart, 0)
     weights = float(entry.weights) if entry.weights is not None else 8.0 * streamed / _bits(entry.recipe)
     kv_bytes = 2.0 * entry.kv.layers * entry.kv.heads * entry.kv.head_dim * KV_BYTES.get(entry.kv.dtype, 4)
-    return ModelCost(streamed, 2.0 * weights, kv_bytes, (nbytes + apart) / 1e6)
+    return ModelCost(streamed, 2.0 * weights, kv_bytes, resident_mb(entry))
+
+
+def resident_mb(entry: GraphEntry) -> float:
+    """MB of a graph's weights in memory, its table of embeddings on the host included; whatever its recipe."""
+    return (sum(_data_files(entry).values()) + _table_bytes(entry)) / 1e6
+
+
+def _table_bytes(entry: GraphEntry) -> int:
+    return entry.files[entry.embedding_file].bytes if entry.embedding_file is not None else 0
 
 
 def _data_files(entry: GraphEntry) -> dict[str, int]:
