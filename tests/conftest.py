@@ -213,6 +213,15 @@ def trace_cache() -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(lowering, "trace", trace)
 
 
+@pytest.fixture(autouse=True)
+def calm_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much memory this machine has free at the moment decides no test."""
+    from outrider.runtime import memory_budget, open_pacer
+
+    monkeypatch.setattr(open_pacer, "memory_sensors", list)
+    monkeypatch.setattr(memory_budget, "available_here", lambda: None)
+
+
 @pytest.fixture
 def traced_once(trace_cache: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports inside this test share the traces of the session."""

@@ -13,9 +13,10 @@ from outrider.contracts import Costs, Reading
 from outrider.errors import OutriderError, UsageError
 from outrider.manifest import FileEntry, GraphEntry, KvEntry
 from outrider.power import sensors
-from outrider.power.governor import Level
+from outrider.power.governor import Directive, Level
 from outrider.power.monitor import Monitor
 from outrider.power.telemetry import TelemetryWriter
+from outrider.runtime import open_pacer as opening
 from outrider.runtime.decision_log import replay_decisions
 from outrider.runtime.open_pacer import Governing, footprint_mb, open_pacer
 from outrider.targets.device import load_device
@@ -69,6 +70,19 @@ def live(quantity, value, scope="die"):
 def test_a_machine_without_a_heat_sensor_is_not_governed(machine, stack):
     machine(Thermometer(reading("memory_available", 4000.0, scope="memory")))
     assert open_pacer(Governing(), stack) is None
+
+
+def test_where_nothing_tells_heat_memory_alone_is_watched_for_a_draft(machine, stack, monkeypatch):
+    machine()
+    sensor = Thermometer(reading("memory_available", 100.0, scope="device"), clock=time.monotonic)
+    monkeypatch.setattr(opening, "memory_sensors", lambda: [sensor])
+    pair = {"target": graph_of(), "draft": graph_of()}
+    assert open_pacer(Governing(), stack, graphs={"target": graph_of()}) is None
+    assert open_pacer(Governing(governor=False), stack, graphs=pair) is None
+    directive = open_pacer(Governing(), stack, graphs=pair).directive(Costs({1: 0.1}))
+    assert directive == Directive(
+        draft_loaded=False, flags=("telemetry=none", "memory=low"), reason="only memory is watched"
+    )
 
 
 @pytest.mark.parametrize(("quantity", "value"), [("temperature", 50.0), ("throttle", 0.0), ("headroom", 0.2)])

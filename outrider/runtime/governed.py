@@ -15,6 +15,7 @@ from outrider.power.ledger import Ledger
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import LONGEST_PACE_S, Planner
 from outrider.runtime.stats import Stats
+from outrider.targets.freed_memory import return_freed_memory
 
 __all__ = ["FALLBACK", "Governed"]
 
@@ -253,10 +254,14 @@ class Governed:
             self._take_back()
         for name, drafter in self._drafters.items():
             move = getattr(drafter, "restore" if loaded else "release", None)
-            if move is None or (loaded and self._clock() < self._retry_s):
+            if move is None or getattr(drafter, "loaded", not loaded) == loaded:
+                continue
+            if loaded and self._clock() < self._retry_s:
                 continue
             try:
                 move()
+                if not loaded:
+                    return_freed_memory()
             except (OutriderError, OSError, MemoryError) as error:
                 self._retry_s = self._clock() + RETRY_S
                 _log.warning(

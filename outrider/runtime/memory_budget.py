@@ -278,7 +278,10 @@ def available_here() -> MemoryLimit | None:
     from outrider.power.sensors.memory import Memory
     from outrider.power.sensors.system import System
 
-    readings = [reading for sensor in Memory.find(System()) for reading in sensor.read()]
+    sensors = Memory.find(System())
+    readings = [reading for sensor in sensors for reading in sensor.read()]
+    for sensor in sensors:
+        getattr(sensor, "close", lambda: None)()
     free = {r.source: r.value for r in readings if r.quantity == "memory_available" and r.value is not None}
     if not free:
         return None

@@ -21,6 +21,7 @@ from outrider.runtime.unmetered import Unmetered, unmetered
 
 if TYPE_CHECKING:
     from outrider.power.monitor import Monitor
+    from outrider.power.sensors.system import Sensor
     from outrider.runtime.memory_budget import MemoryPlan
     from outrider.targets.device import Device
 
@@ -86,6 +87,8 @@ def open_pacer(
 ) -> Pacer | None:
     """A pacer as `governing` wants it, or None; what it opens is closed by `stack`.
 
+    Where no sensor tells how hot the machine is, memory alone is watched, for the sake of a draft model.
+
     `graphs` are those of the bundle that will run, by role: with the device's profile they say what rounds should
     draw, until that is measured. `memory` says what is taken; without it, files and caches do.
 
@@ -100,7 +103,7 @@ def open_pacer(
     refuse_unmeasurable(governing.policy, readings)
     if not (governing.governor or governing.given or _tells_heat(readings)):
         monitor.stop()
-        return None
+        return _watch_memory(governing, stack, graphs or {}, memory)
     if owned:
         stack.enter_context(monitor)
     from outrider.power.energy import EnergyModel
@@ -114,6 +117,31 @@ def open_pacer(
     stack.callback(pacer.close)
     _log.info("governed by %s: %s", governing.policy, state)
     return pacer
+
+
+def _watch_memory(
+    governing: Governing, stack: ExitStack, graphs: Mapping[str, GraphEntry], memory: MemoryPlan | None
+) -> Pacer | None:
+    """A pacer that releases the draft model under memory pressure; None without a draft, or where nothing tells."""
+    from outrider.power.memory_governor import MemoryGovernor
+    from outrider.power.monitor import Monitor
+
+    sensors = memory_sensors() if "draft" in graphs else []
+    if not sensors:
+        return None
+    target_mb, draft_mb = _taken_mb(graphs, memory)
+    governor = MemoryGovernor(governing.policy, target_mb=target_mb, draft_mb=draft_mb)
+    monitor = Monitor(sensors)
+    stack.callback(monitor.stop)
+    return Pacer(monitor, governor, clock=time.monotonic, least_s=POLL_S)
+
+
+def memory_sensors() -> list[Sensor]:
+    """What tells how much memory there is on this machine; they are files of the kernel, quick to read."""
+    from outrider.power.sensors.memory import Memory
+    from outrider.power.sensors.system import System
+
+    return Memory.find(System())
 
 
 def _taken_mb(graphs: Mapping[str, GraphEntry], memory: MemoryPlan | None) -> tuple[float, float]:
