@@ -94,6 +94,7 @@ class AdbPhone:
 
     def close(self) -> None:
         """Remove the copy; a later read makes it again, to be removed with this object."""
+        self._close_files()
         shutil.rmtree(self._phone.root, ignore_errors=True)
 
     def read(self) -> list[Reading]:
@@ -127,11 +128,19 @@ class AdbPhone:
         for old in [path for path in root.rglob("*") if path.is_file()]:
             if f"/{old.relative_to(root)}" not in files:
                 old.unlink()
+                self._close_files()
         for path, text in files.items():
             copy = self._phone.path(path)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(text, encoding="utf-8")
         return ""
+
+    def _close_files(self) -> None:
+        """Have the sensors look for their files anew: one that was removed stays readable while it is open."""
+        for sensor in self._sensors or ():
+            close = getattr(sensor, "close", None)
+            if close is not None:
+                close()
 
     def _shell(self, command: Sequence[str], timeout_s: float) -> CommandResult:
         """Run a command on the phone."""

@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple
 
 from outrider.contracts import Reading
-from outrider.power.sensors.sysfs import Figure, is_linux, list_folder, read_number, read_text
+from outrider.power.sensors.sysfs import Figure, KeptNumber, is_linux, list_folder, read_number, read_text
 from outrider.power.sensors.system import Sensor, System
 
 __all__ = ["LOADED_SAMPLES", "Battery", "Unit", "charging", "current_unit", "discharge_w", "volts"]
@@ -79,13 +79,26 @@ def discharge_w(watts: float, status: str) -> Figure:
 
 @dataclass
 class _Pack:
-    name: str
+    system: System
     folder: Path
     samples: list[tuple[float, float]] = field(default_factory=list)
     unit: Unit | None = None
+    files: dict[str, KeptNumber] = field(init=False)
 
-    def power(self, system: System, status: str) -> Figure:
-        watts, reason = self._watts(system, status)
+    def __post_init__(self) -> None:
+        scales = {"power_now": 1e-6, "current_now": 1.0, "voltage_now": 1.0, "capacity": 1.0, "temp": 0.1}
+        self.files = {
+            name: KeptNumber(self.system, self.folder / name, scale)
+            for name, scale in scales.items()
+            if name not in ("power_now", "temp") or (self.folder / name).exists()
+        }
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def power(self, status: str) -> Figure:
+        watts, reason = self._watts(status)
         if watts is None:
             return None, reason
         value, why = discharge_w(watts, status)
@@ -93,13 +106,12 @@ class _Pack:
             return None, f"{value:.0f} W is not possible; the gauge's unit is unknown"
         return value, why or reason
 
-    def _watts(self, system: System, status: str) -> Figure:
+    def _watts(self, status: str) -> Figure:
         """Watts without a meaningful sign: from `power_now` (always µW), else current times voltage."""
-        path = self.folder / "power_now"
-        if path.exists():
-            return read_number(system, path, 1e-6)
-        raw, reason = read_number(system, self.folder / "current_now")
-        raw_volt, reason_volt = read_number(system, self.folder / "voltage_now")
+        if "power_now" in self.files:
+            return self.files["power_now"].read()
+        raw, reason = self.files["current_now"].read()
+        raw_volt, reason_volt = self.files["voltage_now"].read()
         volt = None if raw_volt is None else volts(raw_volt)
         if raw is None or volt is None:
             return None, reason or reason_volt or f"voltage_now reads {raw_volt:g}, which is no battery's"
@@ -127,7 +139,7 @@ class Battery:
         supplies = list_folder(system.path("/sys/class/power_supply")) if is_linux(system) else []
         kinds = {path: read_text(path / "type") or "" for path in supplies}
         self._packs = [
-            _Pack(path.name, path)
+            _Pack(system, path)
             for path in supplies
             # A battery of scope "Device" is a mouse's or a pen's; an empty bay has `present` 0.
             if kinds[path] == "Battery"
@@ -153,6 +165,12 @@ class Battery:
             readings += [power, *others]
         return readings + (_sum_of(powers) if len(powers) > 1 else [])
 
+    def close(self) -> None:
+        """Close the files until the next read."""
+        for pack in self._packs:
+            for file in pack.files.values():
+                file.close()
+
     def _on_mains(self) -> bool | None:
         states = [read_number(self._system, path / "online")[0] for path in self._mains]
         known = [state for state in states if state is not None]
@@ -161,8 +179,8 @@ class Battery:
     def _pack_readings(self, pack: _Pack, on_mains: bool | None) -> list[Reading]:
         now, source = self._system.clock(), f"battery:{pack.name}"
         status = read_text(pack.folder / "status") or "Unknown"
-        power, reason = pack.power(self._system, status)
-        percent, reason_percent = read_number(self._system, pack.folder / "capacity")
+        power, reason = pack.power(status)
+        percent, reason_percent = pack.files["capacity"].read()
         if percent is not None and not 0 <= percent <= 100:
             percent, reason_percent = None, f"capacity reads {percent:g} %"
         fed, reason_fed = charging(status, on_mains)
@@ -171,8 +189,8 @@ class Battery:
             Reading(source, "battery", percent, "battery", "instant", now, reason_percent),
             Reading(source, "charging", fed, "battery", "instant", now, reason_fed),
         ]
-        if (pack.folder / "temp").exists():
-            temp, reason = read_number(self._system, pack.folder / "temp", 0.1)
+        if "temp" in pack.files:
+            temp, reason = pack.files["temp"].read()
             if temp is not None and not -40 <= temp <= 125:
                 temp, reason = None, f"temp reads {temp:g} °C"
             readings.append(Reading(source, "temperature", temp, "battery", "instant", now, reason))

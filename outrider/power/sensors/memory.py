@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.contracts import Quantity, Reading, Scope
-from outrider.power.sensors.sysfs import Figure, is_linux, read_number, read_text, try_text
+from outrider.power.sensors.sysfs import Figure, KeptNumber, is_linux, read_number, read_text, shown
 from outrider.power.sensors.system import Sensor, System
 
 __all__ = ["Memory"]
@@ -36,6 +36,9 @@ class Memory:
 
     def __init__(self, system: System) -> None:
         self._system = system
+        self._meminfo = KeptNumber(system, system.path("/proc/meminfo"), 1024 / 1e6, _available)
+        self._stalls = KeptNumber(system, system.path("/proc/pressure/memory"), 1.0, _full)
+        self._own_cgroup = system.path("/proc/self/cgroup")
 
     @classmethod
     def find(cls, system: System) -> list[Sensor]:
@@ -50,21 +53,16 @@ class Memory:
         value, reason = figure
         return Reading(source, quantity, value, scope, "instant", self._system.clock(), reason)
 
+    def close(self) -> None:
+        """Close the files until the next read."""
+        self._meminfo.close()
+        self._stalls.close()
+
     def _host(self) -> Reading:
-        text, reason = try_text(self._system, self._system.path("/proc/meminfo"))
-        match = re.search(r"^MemAvailable:\s+([0-9]+) kB", text or "", re.MULTILINE)
-        if match is None:
-            return self._reading(
-                "memory:host",
-                "memory_available",
-                (None, reason or "/proc/meminfo has no MemAvailable (Linux before 3.14)"),
-                "device",
-            )
-        figure = int(match[1]) * 1024 / 1e6, ""
-        return self._reading("memory:host", "memory_available", figure, "device")
+        return self._reading("memory:host", "memory_available", self._meminfo.read(), "device")
 
     def _cgroup(self) -> list[Reading]:
-        if not self._system.path("/proc/self/cgroup").exists():
+        if not self._own_cgroup.exists():
             return []
         levels = [level for folder in _folders(self._system) if (level := _level(self._system, folder))]
         if not levels:
@@ -82,18 +80,26 @@ class Memory:
         ]
 
     def _pressure(self) -> Reading:
-        path = self._system.path("/proc/pressure/memory")
-        text, reason = try_text(self._system, path)
-        match = _FULL.search(text or "")
-        if match is not None:
-            figure: Figure = float(match[1]), ""
-        elif text is not None:
-            figure = None, f"/proc/pressure/memory holds {text[:40]!r}, without a line of full stalls"
-        elif not path.exists():
-            figure = None, "/proc/pressure/memory is absent; boot with psi=1 to have it"
-        else:
-            figure = None, f"{reason}; boot with psi=1 to have it" if "switched off" in reason else reason
-        return self._reading("memory:pressure", "memory_pressure", figure, "device")
+        value, reason = self._stalls.read()
+        if "is gone" in reason:
+            reason = "/proc/pressure/memory is absent; boot with psi=1 to have it"
+        elif "switched off" in reason:
+            reason = f"{reason}; boot with psi=1 to have it"
+        return self._reading("memory:pressure", "memory_pressure", (value, reason), "device")
+
+
+def _available(system: System, path: Path, text: str, scale: float) -> Figure:
+    match = re.search(r"^MemAvailable:\s+([0-9]+) kB", text, re.MULTILINE)
+    if match is None:
+        return None, f"{shown(system, path)} has no MemAvailable (Linux before 3.14)"
+    return int(match[1]) * scale, ""
+
+
+def _full(system: System, path: Path, text: str, scale: float) -> Figure:
+    match = _FULL.search(text)
+    if match is None:
+        return None, f"{shown(system, path)} holds {text[:40]!r}, without a line of full stalls"
+    return float(match[1]) * scale, ""
 
 
 @dataclass(frozen=True)

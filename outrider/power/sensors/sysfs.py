@@ -109,8 +109,8 @@ def number_in(system: System, path: Path, text: str, scale: float = 1.0) -> Figu
 class KeptFile:
     """One attribute of the kernel that is read again and again, and stays open: opening it costs most of a read.
 
-    A read from its start makes the kernel show what is true now. After a failure it is opened anew. It is
-    closed by `close`, and with the object; a later read opens it again.
+    A read from its start makes the kernel show what is true now; of a device that is gone it fails. After a failure
+    it is opened anew. It is closed by `close`, and with the object; a later read opens it again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,8 +120,6 @@ class KeptFile:
 
     def load(self) -> bytes:
         """Its first page. Raises OSError."""
-        if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
-            self.close()  # a copy of a phone's files, where one was removed or replaced
         if self._descriptor is None:
             self._descriptor = os.open(self._name, _FLAGS)
         try:
