@@ -129,11 +129,16 @@ def test_a_model_drafts_its_own_greedy_continuation_as_a_deterministic_chain():
         st.tuples(st.integers(0, 6), st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4)), max_size=8
     ),
     st.integers(1, 5),
+    st.lists(st.integers(1, 4), max_size=2),
 )
 @settings(deadline=None)
-def test_after_any_accepts_and_rejections_the_draft_sees_exactly_the_context(history, k):
+def test_after_any_accepts_and_rejections_the_draft_sees_exactly_the_context(history, k, pieces):
     drafter, context = model(max_context=200), Context([1, 2, 3])
     for agreed, others in history:
+        for most in pieces:
+            behind = drafter.backlog(context)
+            assert drafter.catch_up(context, k, GREEDY, most) <= most
+            assert drafter.backlog(context) <= max(1, behind - most)
         drafted = drafter.propose(context, k, GREEDY, RNG).tokens.tolist()
         assert drafted == greedy_after(context[:], k)
         context.extend([*drafted[:agreed], *others])

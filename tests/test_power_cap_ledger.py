@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from outrider.contracts import Energy, Reading
 from outrider.power.governor import Governor, Policy
 from outrider.power.ledger import Ledger
 from outrider.power.state import State
+from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.profiling.simulate import run_policy
 from outrider.runtime.rounds import Engine, Request
@@ -211,6 +213,33 @@ def test_the_first_token_comes_as_soon_as_the_cap_allows():
     least_s = 10.0 * (work_s // each_s) + work_s % each_s
     assert least_s <= part.stats.ttft_s <= 1.05 * least_s
     assert machine.clock() - begin == pytest.approx(part.stats.ttft_s)
+
+
+def test_a_draft_reads_a_long_prompt_in_pieces_with_rests_between():
+    machine = MeteredMachine()
+    logits = random_logits(31, seed=1, order=None)
+    target = engine_of(machine)[0].target
+    draft, ran = FakeGraph(31, 1024, logits=logits), []
+    forward = draft.forward
+
+    def timed(tokens, *rest, **options):
+        ran.append((machine.clock(), len(tokens)))
+        machine.work(max(0.03, 0.009 * len(tokens)))
+        return forward(tokens, *rest, **options)
+
+    draft.forward = timed
+    pacer = Pacer(machine, Governor(Policy(power_cap_w=CAP_W)), Figures(), None, machine.clock, 0.05)
+    drafters = {"model": ModelDrafter(draft, min_confidence=0.0)}
+    engine = Engine(target, drafters, clock=machine.clock, pacer=pacer, sleep=machine.sleep)
+    prompt = [token % 31 for token in range(900)]
+    rounds = list(engine.decode(prompt, Request(max_new_tokens=40, k=2)))
+    plain = Engine(FakeGraph(31, 1024, logits=logits)).decode(prompt, Request(max_new_tokens=40, k=0))
+    assert [t for part in rounds for t in part.tokens] == [t for part in plain for t in part.tokens]
+    assert worst_w(np.array(machine.course).T) <= CAP_W * 1.03
+    pieces = [(at, n) for at, n in ran if n > 4]
+    assert sum(n for _, n in pieces) >= 896
+    assert max(n for _, n in pieces) * 0.009 <= 1.0
+    assert max(after - at - 0.009 * n for (at, n), (after, _) in pairwise(pieces)) > 0.1
 
 
 def test_a_prompt_on_compiled_widths_runs_in_one_that_fits():

@@ -10,6 +10,7 @@ from outrider.contracts import Costs, Energy
 
 __all__ = ["CostEstimates", "by_width", "snap", "verify_time"]
 
+FIRST_PIECE = 32  # tokens of a first catch-up, after which the price of one is known
 FAR_BEHIND = 8  # tokens that a drafter must run first: from here on that is a catch-up, not part of its step
 PRIOR_DRAFT = 0.25  # a draft step, as a share of a plain step, until it is measured
 _SHORTEST_S = 1e-9  # a forward takes time, whatever a coarse clock says
@@ -97,7 +98,7 @@ class CostEstimates:
         return verify_time(self.verify_s, snap(1, widths)) + self.overhead_s
 
     def catch_up_token_s(self, name: str, plain_s: float) -> float:
-        """Seconds of one token that a drafter must run before it can draft."""
+        """Seconds of one token that a drafter must run before it can draft; a prior until that is measured."""
         return self.catch_up_s.get(name, _CATCH_UP_SHARE * self.draft_s.get(name, PRIOR_DRAFT * plain_s))
 
     def learn_verify(self, width: int, seconds: float, overhead_s: float) -> float:
@@ -132,8 +133,12 @@ class CostEstimates:
             self.draft_s[name] = self._ema(self.draft_s.get(name, 0.0), seconds / steps)
             return 0.0
         catch_up_s = max(0.0, seconds - steps * self.draft_s.get(name, 0.0))
-        self.catch_up_s[name] = self._ema(self.catch_up_s.get(name, 0.0), catch_up_s / backlog)
+        self.learn_catch_up(name, backlog, catch_up_s)
         return catch_up_s
+
+    def learn_catch_up(self, name: str, tokens: int, seconds: float) -> None:
+        """Learn what a token takes of those that a drafter runs before it can draft."""
+        self.catch_up_s[name] = self._ema(self.catch_up_s.get(name, 0.0), seconds / tokens)
 
     def _ema(self, known: float, seconds: float) -> float:
         """Moving average that a single outlier moves little; the first value is taken as it is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 
@@ -133,9 +133,27 @@ class ModelDrafter:
     def backlog(self, context: Sequence[int]) -> int:
         """How many tokens the draft must run before its first proposal; at least 1."""
         if context is self._source:
-            return len(context) - self._start - min(self._checked, len(self._cached))
+            known = context[self._start : self._start + len(self._cached)]
+            shared = common_prefix(self._cached, known, min(self._checked, len(known)))
+            return len(context) - self._start - min(shared, len(context) - self._start - 1)
         shared = common_prefix(self._cached, context) if self._start == 0 else 0
         return len(context) - min(shared, len(context) - 1)
+
+    def catch_up(self, context: Sequence[int], k: int, sampling: Sampling, most: int) -> int:
+        """Run at most so many tokens of what is before a draft of k, all but the last; returns how many ran.
+
+        0 where nothing is left, or an id among them is not the draft's. With `most` 1 a row of logits is made too,
+        as in a draft step.
+        """
+        self._proposed = self._ahead = None
+        self._begin(context, sampling, k)
+        behind = context[self._start + len(self._cached) : len(context) - 1][:most]
+        if behind and max(behind) >= self.known_ids:
+            return 0
+        for start in range(0, len(behind), self._chunk):
+            self._extend(behind[start : start + self._chunk], "last" if most == 1 else "none")
+        self._checked = len(self._cached)
+        return len(behind)
 
     def propose(
         self, context: Sequence[int], k: int, sampling: Sampling, rng: np.random.Generator
@@ -281,15 +299,19 @@ class ModelDrafter:
             return None
         output = None
         for start in range(0, len(tokens), self._chunk):
-            chunk = tokens[start : start + self._chunk]
             final = start + self._chunk >= len(tokens)
-            output = self.graph.forward(chunk, logits="last" if final else "none")
-            self._cached.extend(chunk)
-            self.graph.commit(range(len(chunk)))
+            output = self._extend(tokens[start : start + self._chunk], "last" if final else "none")
         if output is None or not isinstance(output.logits, np.ndarray):
             raise BackendError("the draft returned no logits where the last row was asked for")
         last: Float32Array = output.logits[-1]
         return last
+
+    def _extend(self, tokens: Sequence[int], logits: Literal["last", "none"]) -> Output:
+        """One forward over tokens that stay in the cache; the list goes first, so that an interrupt is seen later."""
+        output = self.graph.forward(tokens, logits=logits)
+        self._cached.extend(tokens)
+        self.graph.commit(range(len(tokens)))
+        return output
 
     def _choose(
         self, row: Float32Array, sampling: Sampling, rng: np.random.Generator, position: int

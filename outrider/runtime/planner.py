@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from outrider.contracts import Costs, Energy, Limits, Objective, Plan
 from outrider.errors import UsageError
-from outrider.runtime.costs import CostEstimates
+from outrider.runtime.costs import FIRST_PIECE, CostEstimates
 from outrider.runtime.evidence import PRIOR_ACCEPTANCE, Account, Evidence, Guesses, Stint, Trial
 from outrider.runtime.prices import LONGEST_PACE_S, Acceptance, PlannedRound, Prices, expected_tokens
 
@@ -40,13 +40,26 @@ __all__ = [
 
 
 class Modes(NamedTuple):
-    """How rounds may draft: the drafters that may do so beside a verify forward, and whether before it is allowed."""
+    """How rounds may draft: the drafters that may do so beside a verify forward, and whether before it is allowed.
+
+    `piecewise` are those that catch up piece by piece: until the first piece is measured, no more is at stake.
+    """
 
     overlap: frozenset[str] = frozenset()
     serial: bool = True
+    piecewise: frozenset[str] = frozenset()
 
 
 SERIAL = Modes()
+
+
+class _Asked(NamedTuple):
+    """What a plan was chosen by."""
+
+    costs: Costs
+    acceptance: Acceptance
+    objective: Objective
+    limits: Limits
 
 
 class Directive(Protocol):
@@ -166,6 +179,8 @@ class Planner:
         self._accounts: dict[str, Account] = {}
         self._stints: dict[str, Stint] = {}
         self._widths: tuple[int, ...] | None = None
+        self._asked: _Asked | None = None
+        self._priced: dict[str, int] = {}  # steps of drafters that ran for their price alone
 
     @property
     def costs(self) -> Costs:
@@ -232,10 +247,17 @@ class Planner:
         plan = self._first(kinds, limits.k_max)
         if plan is not None:
             return pace(plan, self.costs, limits)
-        catch_up_s = self._catch_ups(backlogs or {}, limits.horizon)
+        at_stake = {
+            name: min(n, FIRST_PIECE) if name in modes.piecewise and not self.knows_catch_up(name) else n
+            for name, n in (backlogs or {}).items()
+        }
+        catch_up_s = self._catch_ups(at_stake, limits.horizon)
         limits = replace(limits, risk_s=self._risks(kinds), catch_up_s=catch_up_s)
         objective = directive.objective if directive is not None else self.objective
-        plan = choose(self.costs, self.acceptance(kinds), objective, limits)
+        self._asked = _Asked(self.costs, self.acceptance(kinds), objective, limits)
+        plan = choose(*self._asked)
+        if not plan.k and len(self._estimates.verify_s) == 1:
+            plan = self._first_draft(plan, self._asked)
         if not plan.k:
             return self._probe(plan, kinds, objective, limits)
         return self._try_overlap(plan, kinds, objective, limits)
@@ -260,6 +282,40 @@ class Planner:
         objective = directive.objective if directive is not None else self.objective
         best = choose(self.costs, self.acceptance(kinds), objective, limits)
         return replace(plan, mode=self._try_overlap(best, kinds, objective, limits).mode)
+
+    def wants_price(self, name: str) -> bool:
+        """Whether a draft step of this drafter, without a draft, is what is missing to choose by; twice at most."""
+        known = name in self._estimates.draft_s
+        return bool(self._estimates.verify_s) and (not known or self._priced.get(name) == 1)
+
+    def price_step(self, name: str, seconds: float) -> None:
+        """Learn what a draft step takes, without a draft: the lesser of two, since a first forward may load weights."""
+        times = self._priced[name] = self._priced.get(name, 0) + 1
+        known_s = self._estimates.draft_s.get(name, seconds)
+        self._estimates.draft_s[name] = min(seconds, known_s) if times > 1 else seconds
+
+    def knows_catch_up(self, name: str) -> bool:
+        """Whether it was measured what a token takes that this drafter has not seen."""
+        return name in self._estimates.catch_up_s
+
+    def saw_catch_up(self, name: str, tokens: int, seconds: float, backlog: int) -> None:
+        """Learn from a piece of a catch-up, of which `backlog` tokens were left before it.
+
+        What it took beyond a draft step is for its tokens: a step reads all weights, and so does a piece of any size.
+        """
+        self._estimates.learn_catch_up(name, tokens, seconds - self._estimates.draft_s.get(name, 0.0))
+        self._stint(name).add(0, backlog)
+
+    def pays_on(self, name: str, backlog: int) -> bool:
+        """Whether the last `plan` would still be made, now that the price of so many more tokens is known."""
+        if self._asked is None:
+            return True
+        limits = self._asked.limits
+        catch_up_s = self._catch_ups({name: backlog}, limits.horizon)
+        if catch_up_s.get(name, 0.0) < limits.risk_s.get(name, 0.0):
+            return True
+        limits = replace(limits, catch_up_s={**limits.catch_up_s, **catch_up_s})
+        return choose(*self._asked._replace(limits=limits)).drafter == name
 
     def paced(self, plan: Plan, directive: Directive) -> Plan:
         """A plan that was fixed by its user, with the pause that the directive asks for."""
@@ -297,6 +353,7 @@ class Planner:
             self._guesses.setdefault(name, Guesses()).add(seen.guess)
         if seen.ready:
             return 0.0
+        self._priced.pop(name, None)
         steps = min(seen.plan.k, seen.drafted + 1)
         return self._estimates.learn_draft(name, steps, seen.draft_s, seen.backlog)
 
@@ -308,6 +365,16 @@ class Planner:
             return Plan(None, 0, "none", reason="measuring a plain step")
         untried = next((name for name in kinds if name not in self._estimates.draft_s), None)
         return Plan(untried, 1, reason="measuring the drafter") if untried is not None else None
+
+    def _first_draft(self, plain: Plan, asked: _Asked) -> Plan:
+        """One drafted token where only a wider verify, of which nothing is known yet, speaks against drafting."""
+        ((width, seconds),) = asked.costs.verify_s.items()
+        flat = replace(asked.costs, verify_s={width: seconds, width + 1: seconds})
+        self._asked = asked._replace(
+            costs=flat, limits=replace(asked.limits, k_max=min(1, asked.limits.k_max))
+        )
+        hoped = choose(*self._asked)
+        return replace(hoped, reason="measuring the drafter") if hoped.k else plain
 
     def _probe(self, plain: Plan, kinds: Mapping[str, str], objective: Objective, limits: Limits) -> Plan:
         """Now and then, one drafted token where drafting does not promise to pay, if the account allows."""

@@ -26,6 +26,7 @@ from outrider.contracts import (
 from outrider.errors import BackendError, ContextError, UsageError
 from outrider.power.governor import Directive
 from outrider.runtime import trace as tracing
+from outrider.runtime.catch_up import CatchingUp, Caught
 from outrider.runtime.context import Context, common_prefix
 from outrider.runtime.governed import LEAST_CHUNK, Governed
 from outrider.runtime.judge import Judge
@@ -63,6 +64,7 @@ class _Run:
     ready: bool = False  # the draft of this round was made beside the last verify
     beside: bool = False  # assumed work ran beside this round's verify
     guess: bool | None = None  # whether its guess came true
+    caught: Caught = field(default_factory=Caught)  # up by a drafter in this round, before it drafted
     odd: bool = False  # whether the last round did more than a plan knows: a chunk, a draft that catches up
 
     @property
@@ -110,6 +112,7 @@ class Engine:
         self._apart = frozenset(apart)
         self._ahead = Ahead(clock, timeline)
         self._governed = Governed(pacer, self.drafters, clock, sleep, self._ahead.drop)
+        self._catching_up = CatchingUp(self.drafters, self._governed, clock, self._ahead.drop)
         self._cached: list[int] = []  # tokens of the target's KV rows
         self._ticket = 0
 
@@ -261,8 +264,8 @@ class Engine:
         context = run.context
         pending = context[self.target.length :]  # committed, not in the KV cache: the anchor, or a last chunk
         directive = self._governed.ask(self.planner, run.stats)
-        plan = self._plan(run, len(pending), directive)
-        waited_s = self._wait_for_catch_up(run, plan)
+        run.caught = Caught()
+        plan = self._catch_up(run, self._plan(run, len(pending), directive), directive)
         drafting = self._clock()
         proposal = self._propose(run, plan)
         run.beside = self._look_ahead(run, plan, proposal)
@@ -280,7 +283,7 @@ class Engine:
         self._ahead.settle_missed()
         worked = self._ahead.collect()
         run.stats.count_ahead(run.beside, run.guess, worked.steps, worked.wasted)
-        round_s = self._clock() - begin - waited_s
+        round_s = self._clock() - begin - run.caught.slept_s - run.caught.seconds
         self._account(run, result, len(pending), round_s, worked)
         self._tell(run, result, len(pending), round_s, worked)
         return result
@@ -336,9 +339,10 @@ class Engine:
         names = [name for name in names if getattr(self.drafters[name], "loaded", True)]
         run.kinds = self._kinds(run.context, names)
         run.backlogs = {name: self._backlog(name, run.context) for name in run.kinds}
-        modes = Modes(self._overlapping(request), request.drafting != "overlapped")
+        serial = request.drafting != "overlapped"
+        modes = Modes(self._overlapping(request), serial, self._catching_up.names)
         if request.k == "auto":
-            return self.planner.plan(run.kinds, most, run.backlogs, run.remaining, directive, modes)
+            return self._chosen(run, most, directive, modes)
         plan = Plan(None, 0, "none", reason="nothing to propose")
         if run.kinds:
             plan = Plan(next(iter(run.kinds)), min(request.k, most), reason="fixed k")
@@ -360,14 +364,23 @@ class Engine:
             return 0
         return int(ask(context))
 
-    def _wait_for_catch_up(self, run: _Run, plan: Plan) -> float:
-        """A draft that has a prompt to run first waits until a power cap allows it; returns what was slept."""
-        backlog = run.backlogs.get(plan.drafter or "", 0)
-        if plan.drafter is None or backlog <= LONG_BACKLOG:
-            return 0.0
-        waited_s = self._governed.admit_catch_up(plan.drafter, backlog, self.planner)
-        run.stats.paced_s += waited_s
-        return waited_s
+    def _chosen(self, run: _Run, most: int, directive: Directive | None, modes: Modes) -> Plan:
+        """The planner's choice, once it knows what a step takes of drafters that must run a prompt for a draft."""
+        while True:
+            sampling = run.request.sampling
+            priced = self._catching_up.price(run.caught, run.backlogs, run.context, sampling, self.planner)
+            plan = self.planner.plan(run.kinds, most, run.backlogs, run.remaining, directive, modes)
+            if plan.k or not priced:
+                return plan
+
+    def _catch_up(self, run: _Run, plan: Plan, directive: Directive | None) -> Plan:
+        """The plan, once its drafter has run what it has not seen; a plain one where that turns out too costly."""
+        if plan.drafter is None or run.backlogs.get(plan.drafter, 0) <= LONG_BACKLOG:
+            return plan
+        known = run.context, run.request.sampling, self.planner, run.request.k == "auto"
+        if self._catching_up.run(run.caught, plan, run.backlogs, *known):
+            return plan
+        return self._paced(Plan(None, 0, "none", reason="catching up is too slow"), directive)
 
     def _paced(self, plan: Plan, directive: Directive | None) -> Plan:
         return plan if directive is None else self.planner.paced(plan, directive)
@@ -437,10 +450,12 @@ class Engine:
 
     def _account(self, run: _Run, result: Round, pending: int, round_s: float, worked: Worked) -> None:
         """Times for the statistics and the planner; the first round, part of the prefill, teaches nothing."""
+        caught = run.caught
+        run.stats.paced_s += caught.slept_s
         if run.stats.rounds == 1:
             return
-        run.stats.decode_s += round_s
-        run.stats.draft_s += result.draft_s
+        run.stats.decode_s += round_s + caught.seconds
+        run.stats.draft_s += result.draft_s + caught.seconds
         run.stats.verify_s += result.verify_s
         if pending > 1:
             return

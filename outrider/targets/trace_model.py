@@ -211,6 +211,17 @@ class TraceDrafter:
             return 0
         return len(context) - self._seen if context is self._source else len(context)
 
+    def catch_up(self, context: Sequence[int], k: int, sampling: Sampling, most: int) -> int:
+        """Run at most so many tokens that the draft model has not seen, all but the last; returns how many."""
+        backlog = self.backlog(context)
+        ran = min(most, backlog - 1)
+        if ran < 1:
+            return 0
+        self._ahead = None
+        self._execute(ran, len(context) - backlog)
+        self._source, self._seen = context, len(context) - backlog + ran
+        return ran
+
     def propose(
         self, context: Sequence[int], k: int, sampling: Sampling, rng: np.random.Generator
     ) -> Proposal:

@@ -1,0 +1,73 @@
+"""What a draft model has not seen of a text is run piece by piece, at a price that is known before it is paid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.runtime.costs import FIRST_PIECE
+from outrider.runtime.model_drafter import ModelDrafter
+from outrider.runtime.rounds import Engine, Request, Round
+from outrider.targets.fake import FakeGraph, VirtualClock, random_logits
+
+VOCAB = 31
+LOGITS = random_logits(VOCAB, seed=1, order=None)
+PROMPT = [token % VOCAB for token in range(400)]
+VERIFY_S = {1: 0.018, 16: 0.018, 512: 0.2}
+
+
+def decoded(k: Any, step_s: float, token_s: float, n: int = 48) -> tuple[list[Round], FakeGraph, Engine]:
+    """A text whose draft is the target itself, with a step and a token of a prompt that take so long."""
+    clock = VirtualClock()
+    target = FakeGraph(VOCAB, 1024, logits=LOGITS, costs_s=VERIFY_S, clock=clock)
+    costs_s = {1: step_s, 512: step_s + 511 * token_s}
+    draft = FakeGraph(VOCAB, 1024, logits=LOGITS, costs_s=costs_s, clock=clock)
+    engine = Engine(target, {"model": ModelDrafter(draft, min_confidence=0.0)}, clock=clock)
+    return list(engine.decode(PROMPT, Request(max_new_tokens=n, k=k))), draft, engine
+
+
+def text(rounds: list[Round]) -> list[int]:
+    return [token for part in rounds for token in part.tokens]
+
+
+def per_token_s(rounds: list[Round]) -> float:
+    stats = rounds[-1].stats
+    return stats.decode_s / (stats.output_tokens - stats.first_tokens)
+
+
+PLAIN = decoded(0, 1.0, 1.0)[0]
+
+
+def test_a_draft_step_that_is_too_slow_is_found_out_without_reading_the_prompt() -> None:
+    rounds, draft, _ = decoded("auto", 0.0145, 0.0033)
+    assert draft.forwards == [1, 1]
+    assert text(rounds) == text(PLAIN)
+    assert per_token_s(rounds) < 1.04 * per_token_s(PLAIN)  # two steps in 48 tokens
+
+
+def test_a_prompt_that_is_too_slow_to_read_is_found_out_by_its_first_piece() -> None:
+    rounds, draft, engine = decoded("auto", 0.004, 0.004)
+    assert draft.forwards[:2] == [1, FIRST_PIECE]
+    assert sum(draft.forwards) < 60
+    assert text(rounds) == text(PLAIN)
+    assert rounds[2].plan.reason == "catching up is too slow"
+    assert engine.planner.to_dict()["catch_up_s"]["model"] == pytest.approx(0.004, rel=0.05)
+
+
+def test_the_first_price_of_a_step_has_no_prompt_in_it_and_all_of_what_ran_is_counted() -> None:
+    rounds, draft, engine = decoded("auto", 0.004, 0.0001)
+    assert draft.forwards[:3] == [1, FIRST_PIECE, 401 - FIRST_PIECE - 1]  # all but the last of 402 tokens
+    assert engine.planner.costs.draft_s["model"] == pytest.approx(0.004, rel=0.02)
+    assert engine.planner.to_dict()["catch_up_s"]["model"] == pytest.approx(0.0001, rel=0.1)
+    assert text(rounds) == text(PLAIN)
+    stats = rounds[-1].stats
+    assert stats.decode_s == pytest.approx(engine._clock() - stats.ttft_s)
+    assert stats.draft_s + stats.verify_s == pytest.approx(stats.decode_s)
+    assert per_token_s(rounds) < 0.7 * per_token_s(PLAIN)
+
+
+def test_a_fixed_k_is_its_users_whatever_the_prompt_costs() -> None:
+    rounds, draft, _ = decoded(2, 0.0145, 0.0033)
+    assert draft.forwards[0] == 400
+    assert all(part.plan.k == 2 for part in rounds[1:-1])
