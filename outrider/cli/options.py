@@ -42,6 +42,8 @@ __all__ = [
     "refuse_loading",
     "refuse_replacing",
     "sampling_from",
+    "telemetry_option",
+    "without_telemetry",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,6 +87,25 @@ def existing_bundle(ctx: click.Context, parameter: click.Parameter, path: Path |
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path), callback=existing_bundle)
 json_option = click.option("--json", "as_json_text", is_flag=True, help="Print JSON instead of text.")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace files that are there already.")
+
+
+telemetry_option = click.option(
+    "--telemetry",
+    type=click.Path(path_type=Path),
+    help="Play back a trace of `outrider record` in place of the machine's sensors.",
+)
+
+
+def without_telemetry(why: str) -> Callable[[F], F]:
+    """Refuse --telemetry, with the reason, for a command in which it would mean nothing true."""
+
+    def refuse(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
+        if value is not None:
+            raise UsageError(f"{why}; leave --telemetry out")
+
+    return click.option(
+        "--telemetry", type=click.Path(path_type=Path), hidden=True, expose_value=False, callback=refuse
+    )
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
@@ -140,6 +161,16 @@ _LOADING = [
     ),
     click.option("--no-draft", is_flag=True, help="Leave the draft model out; n-gram lookup still drafts."),
     click.option(
+        "--max-context",
+        type=click.IntRange(min=2),
+        help="Hold at most so many tokens, in a cache of that size where the graph allows it.",
+    ),
+    click.option(
+        "--draft-context",
+        type=click.IntRange(min=2),
+        help="Let the draft model remember the last so many tokens only.",
+    ),
+    click.option(
         "--verify",
         type=click.Choice(["size", "full"]),
         default="size",
@@ -182,18 +213,15 @@ _GOVERNING = [
         "memory_limit_mb",
         type=float,
         metavar="MB",
-        help="Keep weights and caches within so many MB; the draft is left out if it does not fit.",
+        help="Keep the whole process within so many MB of memory: with a shorter context of the draft, without the "
+        "draft, or with a shorter context, as it needs.",
     ),
     click.option(
         "--device",
         metavar="NAME|FILE",
         help="Take limits and thermal constants from this device profile (see `outrider devices`).",
     ),
-    click.option(
-        "--telemetry",
-        type=click.Path(path_type=Path),
-        help="Play back a trace of `outrider record` in place of this machine's sensors.",
-    ),
+    telemetry_option,
     click.option(
         "--governor-log",
         type=click.Path(path_type=Path),
@@ -330,7 +358,7 @@ def open_pipeline(bundle: Path, options: dict[str, Any], *, governor: bool | Non
         threads=options.pop("threads"),
         target_providers=options.pop("target_provider") or None,
         draft_providers=options.pop("draft_provider") or None,
-        **{name: options.pop(name) for name in _PLACING},
+        **{name: options.pop(name) for name in (*_PLACING, *_CONTEXTS)},
         draft=not options.pop("no_draft"),
         verify=options.pop("verify"),
         **_governing_from(options, governor),
@@ -350,11 +378,12 @@ def _governing_from(options: dict[str, Any], governor: bool | None) -> dict[str,
 
 
 _PLACING = ("target_unit", "draft_unit", "target_backend", "draft_backend")
+_CONTEXTS = ("max_context", "draft_context")
 _UNSET = {
     "threads": None,
     "target_provider": (),
     "draft_provider": (),
-    **dict.fromkeys(_PLACING),
+    **dict.fromkeys((*_PLACING, *_CONTEXTS)),
     "no_draft": False,
     "verify": "size",
 }

@@ -260,7 +260,7 @@ def _hint(wishes: Mapping[str, int | None]) -> str:
 
 def room_here(limit_mb: float | None) -> Room:
     """The room of this process now, under the user's limit if there is one."""
-    limit = None if limit_mb is None else MemoryLimit(limit_mb, "of memory_limit_mb")
+    limit = None if limit_mb is None else MemoryLimit(limit_mb, "of the memory limit")
     return Room(held_mb(), limit, available_here())
 
 

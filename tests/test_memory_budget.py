@@ -1,0 +1,146 @@
+"""What a bundle takes is known before it is opened, and the largest plan that fits is the one that is opened."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.errors import UsageError
+from outrider.manifest import (
+    FileEntry,
+    GraphEntry,
+    KvEntry,
+    Manifest,
+    RoleEntry,
+    TokenizerEntry,
+    describe_file,
+    token_map_hash,
+    write_manifest,
+)
+from outrider.runtime.memory_budget import CODE_MB, PROCESS_MB, MemoryLimit, MemoryPlan, Room, choose_memory
+from tests.cgroups import memory_cgroup
+
+HUNGRY = Path(__file__).with_name("hungry.py")
+ROWS = KvEntry("float32", "BHSD", 10, 4, 64, None)  # 20,480 bytes a token: 42 MB for 2,048
+TARGET_MB, DRAFT_MB, CACHE_MB, TOKENS = 60, 40, 42, 2048
+
+
+def graph(name: str, megabytes: int, **changes: Any) -> GraphEntry:
+    entry = GraphEntry(
+        backend="onnxruntime",
+        unit="cpu",
+        profile="inplace",
+        files={name: FileEntry("0" * 64, megabytes * 1_000_000)},
+        widths=None,
+        prefill_width=1,
+        kv=ROWS,
+        max_context=TOKENS,
+        vocab_size=328,
+        recipe="int4",
+    )
+    return replace(entry, **changes)
+
+
+PAIR = {"target": graph("target.bin", TARGET_MB), "draft": graph("draft.bin", DRAFT_MB)}
+ALONE_MB = PROCESS_MB + TARGET_MB + CACHE_MB
+
+
+def plan(limit_mb: float | None = None, free_mb: float | None = None, **wishes: int) -> MemoryPlan:
+    limit = None if limit_mb is None else MemoryLimit(limit_mb, "of the memory limit")
+    free = None if free_mb is None else MemoryLimit(free_mb, "that the machine has free now")
+    return choose_memory(PAIR, wishes, Room(20.0, limit, free))
+
+
+@pytest.mark.parametrize(
+    ("beyond_alone_mb", "draft", "context", "said"),
+    [
+        (83, 2048, 2048, ()),
+        (62, 1024, 2048, ("the draft remembers 1024 of 2048 tokens",)),
+        (46, 256, 2048, ("the draft remembers 256 of 2048 tokens",)),
+        (1, None, 2048, ("the draft model is left out, n-gram lookup still drafts",)),
+        (-36, None, 256, ("the draft model is left out", "the context is 256 of 2048 tokens")),
+    ],
+)
+def test_the_next_smaller_plan_is_taken_and_said(
+    beyond_alone_mb: float, draft: int | None, context: int, said: tuple[str, ...]
+) -> None:
+    found = plan(ALONE_MB + beyond_alone_mb)
+    assert (found.draft and found.draft.context, found.target.context) == (draft, context)
+    assert found.peak_mb <= ALONE_MB + beyond_alone_mb
+    assert len(found.notes) == len(said)
+    assert all(note.startswith(start) for note, start in zip(found.notes, said, strict=True))
+    reserve_mb = 128 if draft else 0  # that a draft must leave free, or it would be released at once
+    free = plan(free_mb=ALONE_MB + beyond_alone_mb - 20 + reserve_mb)
+    assert (free.target, free.draft) == (found.target, found.draft)
+
+
+def test_contexts_that_were_asked_for_are_kept_and_what_cannot_be_names_the_smallest_plan() -> None:
+    assert plan(ALONE_MB + 62, draft=2048).draft is None
+    assert plan(target=512).draft == plan(target=512, draft=1024).draft
+    with pytest.raises(
+        UsageError, match=r"into the 151 MB of the memory limit.*: 187 MB at most: .*2048 tokens"
+    ):
+        plan(151, target=2048)
+    assert plan(151).target.context == 256
+    with pytest.raises(
+        UsageError, match=r"150 MB that the machine .* beside 20 MB .*a max_context below 2048"
+    ):
+        plan(free_mb=150, target=2048)
+
+
+def test_a_process_that_holds_more_already_has_less_room() -> None:
+    held_mb = 400.0
+    found = choose_memory(PAIR, {}, Room(held_mb, None, None))
+    assert found.process_mb == held_mb + CODE_MB
+    with pytest.raises(UsageError, match="of the memory limit"):
+        choose_memory(PAIR, {}, Room(held_mb, MemoryLimit(held_mb, "of the memory limit"), None))
+
+
+@pytest.fixture
+def hungry_bundle(tmp_path: Path, byte_level_bpe: Any) -> Path:
+    """A pair whose fake graphs, opened by `hungry.py`, really take what they say; its files are holes."""
+    (tmp_path / "tokenizer.json").write_text(byte_level_bpe.to_str())
+    for entry in PAIR.values():
+        for name, file in entry.files.items():
+            with (tmp_path / name).open("wb") as hole:
+                hole.truncate(file.bytes)
+    files = {"tokenizer.json": describe_file(tmp_path / "tokenizer.json")}
+    words = TokenizerEntry(token_map_hash(json.loads(byte_level_bpe.to_str())), files, eos_ids=(0,))
+    roles = {role: RoleEntry((entry,)) for role, entry in PAIR.items()}
+    write_manifest(tmp_path, Manifest("0", (), roles, words, TOKENS, "host"))
+    return tmp_path
+
+
+def hungry(bundle: Path, limit_mb: float | None, cgroup: Path | None, careless: bool = False) -> Any:
+    """What `hungry.py` prints, or the signal that killed it."""
+    words = [str(bundle), str(limit_mb or ""), str(cgroup or ""), "careless" if careless else ""]
+    done = subprocess.run([sys.executable, str(HUNGRY), *words], capture_output=True, text=True, check=False)
+    if done.returncode < 0:
+        return signal.Signals(-done.returncode)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_resident_memory_stays_within_the_limit_and_a_smaller_plan_saves_from_being_killed(
+    hungry_bundle: Path,
+) -> None:
+    """Under a real cgroup where one can be made; else resident memory is watched only."""
+    limit_mb = ALONE_MB + 10.0
+    free = hungry(hungry_bundle, None, None, careless=True)
+    assert free["peak_mb"] > 1.05 * limit_mb
+    with memory_cgroup(1.05 * limit_mb) as cgroup:
+        held = hungry(hungry_bundle, limit_mb, cgroup)
+        assert held["peak_mb"] <= 1.05 * limit_mb
+        assert (held["drafters"], held["context"]) == (["lookup"], TOKENS)
+        assert held["tokens"] == free["tokens"]
+        if cgroup is not None:
+            assert hungry(hungry_bundle, None, cgroup, careless=True) == signal.SIGKILL
+            now = hungry(hungry_bundle, None, cgroup)
+            assert (now["drafters"], now["tokens"]) == (["lookup"], free["tokens"])
