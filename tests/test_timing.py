@@ -14,7 +14,7 @@ import pytest
 import outrider
 from outrider.contracts import Costs
 from outrider.manifest import Timing, read_manifest
-from outrider.runtime.load import Placement
+from outrider.runtime.placed import Placement
 from outrider.runtime.planner import Planner
 from outrider.runtime.timing import known_costs, store_timing, timing_of
 

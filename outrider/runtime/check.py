@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,8 +20,9 @@ from outrider.errors import BackendError
 from outrider.manifest import GraphEntry, Via
 from outrider.runtime.check_graph import GraphCheck, GraphChecker, Probe
 from outrider.runtime.closest import Opened, graph_key, open_closest
-from outrider.runtime.load import Placement, load
+from outrider.runtime.load import load
 from outrider.runtime.pipeline import Pipeline, Result
+from outrider.runtime.placed import Placement
 
 __all__ = ["Check", "GraphCheck", "TextCheck", "check_bundle", "first_difference"]
 
@@ -75,6 +76,7 @@ def check_bundle(
     """Run every check on every graph. Raises BundleError for damaged files; what fails is in the problems.
 
     `quick` runs a few steps only of graphs that an emulator runs, and one short text where the text needs them.
+    `loading` goes to `load`; with `telemetry` the texts are governed by that trace, and one lets the governor choose k.
     """
     tell = progress or (lambda stage, part: None)
     tell("hashes", 0.0)
@@ -84,7 +86,9 @@ def check_bundle(
         texts: list[TextCheck] = []
         if not any(graph.problems and graph.via is None for graph in graphs):
             try:
-                texts = _check_texts(pipeline, max_tokens, _width_noise(graphs, pipeline), quick, tell)
+                governed = loading.get("telemetry") is not None
+                noise = _width_noise(graphs, pipeline)
+                texts = _check_texts(pipeline, max_tokens, noise, quick, governed, tell)
             except BackendError as error:
                 problems.append(f"greedy text: {error}")
         graphs = [_with_acceptance(graph, texts, pipeline.placement) for graph in graphs]
@@ -191,7 +195,7 @@ def _texts(pipeline: Pipeline, max_tokens: int, quick: bool) -> list[_Text]:
 
 
 def _check_texts(
-    pipeline: Pipeline, max_tokens: int, noise: float, quick: bool, tell: Progress
+    pipeline: Pipeline, max_tokens: int, noise: float, quick: bool, governed: bool, tell: Progress
 ) -> list[TextCheck]:
     results: list[TextCheck] = []
     texts = _texts(pipeline, max_tokens, quick)
@@ -200,10 +204,13 @@ def _check_texts(
         plain = _greedy(pipeline, text, None, 0)
         for drafter, k in text.drafted:
             results.append(_compare(drafter, k, plain, _greedy(pipeline, text, drafter, k), noise))
+        if governed and text.drafted:
+            chosen = _greedy(pipeline, text, None, "auto")
+            results.append(_compare("any drafter,", "auto", plain, chosen, noise))
     return results
 
 
-def _greedy(pipeline: Pipeline, text: _Text, drafter: str | None, k: int) -> Result:
+def _greedy(pipeline: Pipeline, text: _Text, drafter: str | None, k: int | Literal["auto"]) -> Result:
     pipeline.reset()
     if pipeline.template is None:
         ids = pipeline.tokenizer.encode(text.prompt)
@@ -221,7 +228,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def _compare(drafter: str, k: int, plain: Result, drafted: Result, noise: float) -> TextCheck:
+def _compare(drafter: str, k: int | str, plain: Result, drafted: Result, noise: float) -> TextCheck:
     """`noise` is how far a logit moves with the width; two of them can swap when their gap is below twice that."""
     index = first_difference(plain.tokens, drafted.tokens)
     gap = None

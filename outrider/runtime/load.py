@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.contracts import Drafter, Graph, IntArray
@@ -21,6 +21,7 @@ from outrider.runtime.memory_budget import MemoryPlan, choose_memory, room_here
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.open_pacer import Governing, open_pacer
 from outrider.runtime.pipeline import Pipeline
+from outrider.runtime.placed import Placement
 from outrider.runtime.planner import Planner
 from outrider.runtime.rounds import Engine
 from outrider.runtime.text import Tokenizer
@@ -38,29 +39,6 @@ DEFAULT_PREFILL = 512  # tokens of the prompt in one forward
 FLOAT_NOISE = 1e-3  # in logits
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a role runs, and why the graphs that its bundle prefers were passed over."""
-
-    role: str
-    backend: str
-    unit: str
-    profile: str
-    path: str
-    prefill_width: int | None = None
-    providers: tuple[str, ...] = ()
-    passed_over: tuple[str, ...] = ()
-    emulated: bool = False  # its unit is not here: what it computes holds, how long it takes does not
-
-    def __str__(self) -> str:
-        """One line, and one more for each graph passed over."""
-        where = f"{self.backend} on {', '.join(self.providers) or self.unit}"
-        where += f" on {self.unit}" if ":" in self.unit else ""
-        where += ", EMULATED" if self.emulated else ""
-        lines = [f"{self.role}: {self.path} ({self.profile}) by {where}"]
-        return "\n  passed over ".join([*lines, *self.passed_over])
 
 
 def load(

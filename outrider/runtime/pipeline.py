@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from outrider.contracts import Sampling
 from outrider.errors import TraceError, UsageError
 from outrider.runtime.chat import ChatTemplate, Messages
+from outrider.runtime.placed import Placement
 from outrider.runtime.request import Drafting
 from outrider.runtime.rounds import Engine, Request, Round
 from outrider.runtime.sampling import TokenLogprob
@@ -23,7 +24,6 @@ from outrider.runtime.transcript import Transcript
 
 if TYPE_CHECKING:
     from outrider.manifest import Manifest
-    from outrider.runtime.load import Placement
     from outrider.runtime.memory_budget import MemoryPlan
 
 __all__ = ["Chunk", "FinishReason", "Options", "Pipeline", "Prompt", "Result", "gather"]

@@ -8,8 +8,8 @@ from typing import Any
 
 from outrider.manifest import GraphEntry, Manifest
 from outrider.runtime.evidence import PRIOR_ACCEPTANCE
-from outrider.runtime.load import Placement
 from outrider.runtime.memory_budget import MemoryLimit, available_here, logits_mb
+from outrider.runtime.placed import Placement
 from outrider.runtime.placement_costs import Candidate
 from outrider.runtime.timing import known_costs, machine_line
 from outrider.targets.device import APP_SHARE, Device

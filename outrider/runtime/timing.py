@@ -16,16 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outrider.contracts import Costs
 from outrider.errors import BundleError
 from outrider.folders import cache_folder
 from outrider.manifest import Manifest, Timing
 from outrider.records import decode, is_finite, parsed, replaced
-
-if TYPE_CHECKING:
-    from outrider.runtime.load import Placement
+from outrider.runtime.placed import Placement
 
 __all__ = ["TIMING_VERSION", "cores", "known_costs", "machine_line", "processor", "store_timing", "timing_of"]
 
