@@ -75,9 +75,18 @@ def test_the_onnx_graph_of_the_gpu_is_the_cpus_file_with_providers_of_its_own() 
     assert len({plan.artifact for plan in target}) == 3
 
 
-@pytest.mark.parametrize(
-    "device", ["host", "raspberry-pi-5", "raspberry-pi-4", "jetson-orin-nano", "jetson-thor"]
-)
+def test_a_jetson_gets_graphs_of_its_own_for_cuda_and_the_cpus_behind_them() -> None:
+    found = plans("jetson-orin-nano")
+    for graphs in found.values():
+        assert kinds(graphs) == [("cuda", "gpu"), ("onnx", "cpu")]
+        assert graphs[0].artifact != graphs[1].artifact
+        assert graphs[0].providers == ("CUDAExecutionProvider", "CPUExecutionProvider")
+    assert str(found["target"][0]) == "target on gpu by onnxruntime CUDA, int4"
+    assert found["target"][0].folder == "target/cuda"
+    assert kinds(plans("jetson-thor", profile="split")["draft"]) == [("onnx", "cpu")]
+
+
+@pytest.mark.parametrize("device", ["host", "raspberry-pi-5", "raspberry-pi-4"])
 def test_a_board_gets_one_onnx_graph_per_role_as_before(device: str) -> None:
     found = plans(device)
     assert [kinds(graphs) for graphs in found.values()] == [[("onnx", "cpu")]] * 2

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from outrider.errors import ExportError
 from outrider.export.config import ModelConfig
+from outrider.export.onnx_form import MICROSOFT, OPSET, as_half
 from outrider.export.slots import SlotWeights, matrix_slots, slot_shape
 from outrider.quantize.calibration import calibrated_scheme
 from outrider.quantize.pack import pack
@@ -23,7 +24,6 @@ from outrider.quantize.schemes import AnyScheme, BlockInt, DynamicInt8, Float, P
 
 __all__ = ["bind", "slot_scheme"]
 
-MICROSOFT = "com.microsoft"
 PAGE = 4096  # large tensors start on a page, so that a runtime can map them
 CORRECTION = BlockInt(8, 32)  # of block minima, [N, blocks]
 INLINE_BYTES = 256  # smaller tensors stay in the graph file
@@ -45,14 +45,16 @@ class Stored:
 class DataFile:
     """Appends tensors to the external data file and returns the protos that point at them."""
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
-        self.file, self.name = file, name
+    def __init__(self, file: BinaryIO, name: str, half: bool = False) -> None:
+        self.file, self.name, self.half = file, name, half  # half: float32 is written as float16
 
     def add(self, name: str, values: NDArray[Any]) -> Any:
         """The proto of a tensor, its bytes in the graph when it is tiny."""
         from onnx import TensorProto, helper, numpy_helper
 
         values = np.ascontiguousarray(values)
+        if self.half and values.dtype == np.float32:
+            values = as_half(values, name)
         if values.nbytes <= INLINE_BYTES:
             return numpy_helper.from_array(values, name)
         self.file.write(b"\0" * (-self.file.tell() % (PAGE if values.nbytes >= PAGE else 64)))
@@ -210,8 +212,11 @@ def bind(
     *,
     stats: Mapping[str, NDArray[np.float32]],
     progress: Progress | None = None,
+    half: bool = False,
 ) -> list[SlotReport]:
     """Replace the slot nodes of `model` in place and save it to `path` with its data file beside it.
+
+    `half`: in a graph that computes in float16.
 
     Raises ExportError when a slot of the decoder is left without a weight.
     """
@@ -219,7 +224,7 @@ def bind(
 
     slots = matrix_slots(weights.config)
     with open(path.with_name(path.name + ".data"), "wb") as file:
-        binder = Binder(weights, recipe, vectors, DataFile(file, path.name + ".data"), stats)
+        binder = Binder(weights, recipe, vectors, DataFile(file, path.name + ".data", half), stats)
         for node in model.graph.node:
             before = len(binder.stored)
             binder.replace(node)
@@ -239,16 +244,13 @@ def bind(
     return [stored.report for stored in binder.stored.values()]
 
 
-OPSET = 23
-
-
 def lookup(binder: Binder, stored: Stored, tokens: str, output: str) -> None:
     """The nodes that read rows of a matrix: GatherBlockQuantized for blocks, Gather for floats."""
     if isinstance(stored.scheme, BlockInt):
         _lookup_blocks(binder, stored, tokens, output)
     elif isinstance(stored.scheme, DynamicInt8):
         raise ExportError("an embedding cannot be DynamicInt8: there is no activation to quantize")
-    elif stored.scheme.dtype == "float16":
+    elif stored.scheme.dtype == "float16" and not binder.data.half:
         rows = binder.node("Gather", [binder.part(stored, "weight"), tokens], f"{output}.half")
         binder.node("Cast", [rows], output, to=1)
     else:
@@ -323,7 +325,7 @@ def product(binder: Binder, stored: Stored, slot: str, x: str, output: str) -> N
 
 def _product_float(binder: Binder, stored: Stored, slot: str, x: str, output: str, bias: str) -> None:
     weight = binder.part(stored, "weight")
-    if isinstance(stored.scheme, Float) and stored.scheme.dtype == "float16":
+    if isinstance(stored.scheme, Float) and stored.scheme.dtype == "float16" and not binder.data.half:
         weight = binder.node("Cast", [weight], f"{slot}.weight.float32", to=1)
     target = f"{output}.product" if bias else output
     if stored.tied:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BACKENDS",
     "EXECUTORCH_BACKENDS",
+    "PROVIDER_OPTIONS",
     "GraphPlan",
     "Lowering",
     "check_extras",
@@ -29,7 +30,9 @@ __all__ = [
     "plan_graphs",
 ]
 
-Lowering = Literal["onnx", "npu", "xnnpack", "vulkan", "coreml_draft", "coreml_target", "coreml_split"]
+Lowering = Literal[
+    "onnx", "cuda", "npu", "xnnpack", "vulkan", "coreml_draft", "coreml_target", "coreml_split"
+]
 BACKENDS = ("onnxruntime", "qnn", "executorch", "coreml")
 EXECUTORCH_BACKENDS = ("xnnpack", "vulkan", "qualcomm", "mediatek", "samsung")
 EXTRA_MODULES = {
@@ -45,6 +48,10 @@ GPU_WIDTHS = (1, 5, 64)  # fewer: ExecuTorch takes minutes to lower one, and k +
 DRAFT_CONTEXT = 1024  # a static cache is read whole at every step
 GPU_PROVIDERS = ("WebGpuExecutionProvider", "CPUExecutionProvider")
 WINDOWS_GPU_PROVIDERS = ("DmlExecutionProvider", "CPUExecutionProvider")
+CUDA_PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
+PROVIDER_OPTIONS = {  # the memory of a board is the CPU's too: take what is needed, not twice that
+    "CUDAExecutionProvider": {"arena_extend_strategy": "kSameAsRequested"}
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class GraphPlan:
 
     def __str__(self) -> str:
         """A line for people."""
-        how = {"npu": "onnxruntime-qnn", "onnx": "onnxruntime"}.get(
+        how = {"npu": "onnxruntime-qnn", "onnx": "onnxruntime", "cuda": "onnxruntime CUDA"}.get(
             self.lowering, f"executorch {self.lowering}"
         )
         if self.backend == "coreml":
@@ -215,6 +222,10 @@ def _has_htp(device: Device) -> bool:
     return device.soc.soc_model is not None and device.soc.htp_arch is not None
 
 
+def _has_cuda(device: Device) -> bool:
+    return device.kind == "board" and "gpu" in device.units and "onnxruntime" in device.units["gpu"].backends
+
+
 def _accelerated(device: Device) -> bool:
     return not _is_apple(device) and (device.kind == "phone" or _has_htp(device))
 
@@ -284,6 +295,14 @@ def _onnx_gpu(wish: _Wish) -> Iterator[GraphPlan]:
             yield replace(plan, unit="gpu", providers=providers)
 
 
+def _cuda(wish: _Wish) -> Iterator[GraphPlan]:
+    """A graph of its own for CUDA: float16 over the weights that the CPU's has, its cache on the GPU."""
+    if "onnxruntime" in wish.backends and _has_cuda(wish.device) and wish.options.profile == "inplace":
+        recipe, unit = wish.options.of(wish.role).precision, "gpu"
+        made = partial(GraphPlan, wish.role, "onnxruntime", unit, "inplace", recipe, (), wish.context)
+        yield made("cuda", providers=CUDA_PROVIDERS)
+
+
 def _xnnpack(wish: _Wish) -> Iterator[GraphPlan]:
     if "executorch" in wish.backends and "xnnpack" in wish.delegates:
         recipe = wish.options.of(wish.role).executorch_precision
@@ -302,6 +321,7 @@ PLANNERS: tuple[Callable[[_Wish], Iterator[GraphPlan]], ...] = (
     _coreml,
     _vulkan,
     _onnx_gpu,
+    _cuda,
     _xnnpack,
     _onnx,
 )

@@ -13,30 +13,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from outrider.errors import ExportError, UsageError
 from outrider.export.bind import bind
 from outrider.export.config import ModelConfig
-from outrider.export.decoder import AddNorm, Decoder, Gate, SplitAttention, Step, rms_norm
+from outrider.export.decoder import Decoder, Step
+from outrider.export.onnx_form import HOST, OPSET, GraphForm, add_top, drop_unread_inputs, halve
+from outrider.export.onnx_parts import PADDING, PROFILES, Profile, SymbolicPrimitives, vector
 from outrider.export.rope import rope_tables, rotary_size
-from outrider.export.slots import SlotWeights, slot_shape
+from outrider.export.slots import SlotWeights
 from outrider.quantize.report import SlotReport, check_changed
-from outrider.quantize.schemes import Recipe
+from outrider.quantize.schemes import DynamicInt8, Recipe
 
 __all__ = ["PROFILES", "GraphReport", "export_graph", "graph_meta"]
-
-Profile = Literal["inplace", "split"]
-PROFILES: tuple[Profile, ...] = ("inplace", "split")
-PADDING = 1  # rows that attention sees beyond the tokens; see GqaAttention
-OPSET = 23  # the first with RMSNormalization
-MICROSOFT = "com.microsoft"
 
 
 @dataclass(frozen=True)
@@ -78,24 +73,27 @@ def export_graph(
     hidden_layers: Sequence[int] = (),
     stats: Mapping[str, NDArray[np.float32]] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    form: GraphForm = HOST,
 ) -> GraphReport:
     """Write `path` and `path`.data and say what became of every slot.
 
-    `widths` are the static widths of a `split` graph (any number of tokens for `inplace`). `stats` are
-    calibration moments by slot, for methods that need them. `progress(slot, done, total)` is called after
-    every matrix. Raises ExportError when a slot stays unbound or the recipe changed nothing.
+    `form` is for accelerators, and of `inplace` graphs only. `widths` are the static widths of a `split` graph (any
+    number of tokens for `inplace`). `stats` are calibration moments by slot, for methods that need them.
+    `progress(slot, done, total)` is called after every matrix. Raises ExportError when a slot stays unbound or the
+    recipe changed nothing.
     """
     check_request(config, profile, max_context, widths, hidden_layers)
+    check_form(form, profile, recipe)
     path = Path(path)
-    model = trace(config, profile, max_context, tuple(hidden_layers))
+    model = shaped(trace(config, profile, max_context, tuple(hidden_layers), form.chains), config, form)
     vectors = rope_vectors(config, max_context)
-    slots = bind(model, path, weights, recipe, vectors, stats=stats or {}, progress=progress)
+    slots = bind(model, path, weights, recipe, vectors, stats=stats or {}, progress=progress, half=form.half)
     check_changed(slots, recipe)
     _check(path)
     operators: dict[str, int] = {}
     for node in model.graph.node:
         operators[node.op_type] = operators.get(node.op_type, 0) + 1
-    meta = graph_meta(config, profile, max_context, widths, hidden_layers)
+    meta = {**graph_meta(config, profile, max_context, widths, hidden_layers), **form_meta(config, form)}
     return GraphReport(path, path.with_name(path.name + ".data"), meta, tuple(slots), operators)
 
 
@@ -122,6 +120,43 @@ def graph_meta(
         "masks": sorted(set(kinds.values())),
         "sliding_window": config.sliding_window if "sliding" in kinds.values() else None,
     }
+
+
+def shaped(model: Any, config: ModelConfig, form: GraphForm) -> Any:
+    """A traced graph in the form of an accelerator."""
+    if form.chains:
+        drop_unread_inputs(model)
+    if form.half:
+        halve(model)
+    if form.top:
+        add_top(model, top_of(config, form))
+    return model
+
+
+def top_of(config: ModelConfig, form: GraphForm) -> int:
+    """How many logits of a row are returned apart: there are no more than the row has."""
+    return min(form.top, config.num_logits)
+
+
+def form_meta(config: ModelConfig, form: GraphForm) -> dict[str, Any]:
+    """What a backend must know about the form of a graph; nothing about the CPU's."""
+    if form == HOST:
+        return {}
+    meta: dict[str, Any] = {"top": top_of(config, form), "chains": form.chains}
+    if form.half:
+        meta["dtypes"] = {"past_key_0": "float16"}
+    return {**meta, "masks": [], "sliding_window": None} if form.chains else meta
+
+
+def check_form(form: GraphForm, profile: str, recipe: Recipe) -> None:
+    """Raise UsageError for a form that a graph cannot have."""
+    if form != HOST and profile != "inplace":
+        raise UsageError(f"a graph for CUDA has the profile inplace, not {profile!r}")
+    schemes = [recipe.linear, recipe.head, *(scheme for _, scheme in recipe.overrides)]
+    if form.half and any(isinstance(scheme, DynamicInt8) for scheme in schemes):
+        raise UsageError(
+            f"recipe {recipe.name!r} quantizes activations (int8-dynamic), which CUDA has no kernel for; choose int8"
+        )
 
 
 def mask_kinds(config: ModelConfig, max_context: int) -> dict[str, str]:
@@ -168,194 +203,23 @@ def rope_vectors(config: ModelConfig, max_context: int) -> dict[str, NDArray[np.
     return tables
 
 
-def symbolic(
-    operator: str, inputs: Sequence[Tensor | None], shape: Sequence[Any], version: int = 1, **attributes: Any
-) -> Tensor:
-    """One float output of an operator that torch does not know."""
-    return torch.onnx.ops.symbolic(
-        operator, inputs, attributes, dtype=torch.float32, shape=shape, version=version
-    )
-
-
-def vector(slot: str, shape: Sequence[int]) -> Tensor:
-    """A constant that `bind` fills in."""
-    return symbolic("outrider::Vector", [], shape, slot=slot)
-
-
-class SlotEmbedding(nn.Module):
-    """A lookup that `bind` expresses."""
-
-    def __init__(self, slot: str, config: ModelConfig) -> None:
-        super().__init__()
-        self.slot, self.width = slot, config.hidden_size
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[1, S] -> [1, S, D]"""
-        return symbolic("outrider::Embedding", [tokens], [*tokens.shape, self.width], slot=self.slot)
-
-
-class SlotLinear(nn.Module):
-    """A product that `bind` expresses."""
-
-    def __init__(self, slot: str, config: ModelConfig) -> None:
-        super().__init__()
-        self.slot, (self.N, self.K) = slot, slot_shape(config, slot)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[1, S, K] -> [1, S, N]"""
-        return symbolic("outrider::Linear", [x], [*x.shape[:-1], self.N], slot=self.slot)
-
-
-class PlainNorm(nn.Module):
-    """The norm in elementary operators, for any execution provider."""
-
-    def __init__(self, slot: str, config: ModelConfig) -> None:
-        super().__init__()
-        self.slot, self.eps = slot, config.norm_eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Same shape as x."""
-        return rms_norm(x, vector(self.slot, [x.shape[-1]]), self.eps)
-
-
-class FusedNorm(PlainNorm):
-    """The norm as one node."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Same shape as x."""
-        weight = vector(self.slot, [x.shape[-1]])
-        return symbolic("RMSNormalization", [x, weight], x.shape, OPSET, epsilon=self.eps, axis=-1)
-
-
-class FusedAddNorm(PlainNorm):
-    """Addition and norm as one node."""
-
-    def forward(self, residual: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """(norm of the sum, the sum)"""
-        outputs = torch.onnx.ops.symbolic_multi_out(
-            f"{MICROSOFT}::SkipSimplifiedLayerNormalization",
-            [residual, update, vector(self.slot, [residual.shape[-1]])],
-            {"epsilon": self.eps},
-            dtypes=[torch.float32] * 4,
-            shapes=[residual.shape, [1], [1], residual.shape],
-            version=1,
-        )
-        return outputs[0], outputs[3]
-
-
-class FusedGate(nn.Module):
-    """The gated activation in three nodes; QuickGelu with alpha 1 is SiLU."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        silu = config.activation == "silu"
-        self.operator = "QuickGelu" if silu else "FastGelu"
-        self.attributes: dict[str, Any] = {"alpha": 1.0} if silu else {}
-
-    def forward(self, gate_up: Tensor) -> Tensor:
-        """[1, S, 2 F] -> [1, S, F]"""
-        shape = [*gate_up.shape[:-1], gate_up.shape[-1] // 2]
-        gate, up = torch.onnx.ops.symbolic_multi_out(
-            "Split",
-            [gate_up],
-            {"axis": -1, "num_outputs": 2},
-            dtypes=[torch.float32] * 2,
-            shapes=[shape] * 2,
-            version=18,
-        )
-        return symbolic(f"{MICROSOFT}::{self.operator}", [gate], shape, **self.attributes) * up
-
-
-class GqaAttention(SplitAttention):
-    """ONNX Runtime's GroupQueryAttention over one buffer that is past and present at once.
-
-    Rotation happens inside, from whole tables and position ids. A sliding window is a mask by position, since
-    the operator's own window counts storage rows and is wrong for trees. One more row than there are tokens
-    goes in and is cut off again: for a single row the operator multiplies by another kernel, whose sums differ
-    in the last bit, and 8-bit activations would carry that bit on until a draft could change the text.
-    """
-
-    def forward(self, qkv: Tensor, step: Step) -> Tensor:
-        """[1, S, (H + 2 G) d] -> [1, S, H d]"""
-        c = self.config
-        attributes: dict[str, Any] = {
-            "num_heads": c.num_heads,
-            "kv_num_heads": c.num_kv_heads,
-            "do_rotary": 1,
-            "scale": c.scale,
-        }
-        if c.attention_softcap is not None:
-            attributes["softcap"] = c.attention_softcap
-        padded = F.pad(qkv, (0, 0, 0, PADDING))  # [1, S + 1, (H + 2 G) d]
-        key_cache, value_cache = step.past[self.layer]
-        cos, sin = step.rope[self.kind]
-        cache = [key_cache, value_cache, step.extra["seqlens_k"], step.extra["total"], cos, sin]
-        context, key, value = torch.onnx.ops.symbolic_multi_out(
-            f"{MICROSOFT}::GroupQueryAttention",
-            [*self.inputs(padded), *cache, step.extra["positions"], step.mask[self.kind]],
-            attributes,
-            dtypes=[torch.float32] * 3,
-            shapes=[[1, padded.shape[1], c.num_heads * c.head_dim], key_cache.shape, value_cache.shape],
-            version=1,
-        )
-        step.present.append((key, value))
-        return context[:, :-PADDING]
-
-    def inputs(self, qkv: Tensor) -> list[Tensor | None]:
-        """Packed qkv where nothing happens to its heads before the operator, else three normed parts."""
-        if self.q_norm is None or self.k_norm is None:
-            return [qkv, None, None]
-        c, S = self.config, qkv.shape[1]
-        query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        parts = torch.split(qkv, [query, kv, kv], dim=-1)
-        normed: list[Tensor | None] = [
-            norm(part.reshape(1, S, -1, c.head_dim)).reshape(1, S, -1)
-            for part, norm in zip(parts, (self.q_norm, self.k_norm), strict=False)
-        ]
-        return [*normed, parts[2]]
-
-
-class SymbolicPrimitives:
-    """Parts without weights: fused nodes for `inplace`, elementary operators for `split`."""
-
-    def __init__(self, profile: Profile) -> None:
-        self.fused = profile == "inplace"
-
-    def embedding(self, slot: str, config: ModelConfig) -> nn.Module:
-        """A slot node."""
-        return SlotEmbedding(slot, config)
-
-    def linear(self, slot: str, config: ModelConfig) -> nn.Module:
-        """A slot node."""
-        return SlotLinear(slot, config)
-
-    def norm(self, slot: str, config: ModelConfig) -> nn.Module:
-        """One node, or elementary operators."""
-        return (FusedNorm if self.fused else PlainNorm)(slot, config)
-
-    def add_norm(self, slot: str, config: ModelConfig) -> nn.Module:
-        """One node, or elementary operators."""
-        return FusedAddNorm(slot, config) if self.fused else AddNorm(PlainNorm(slot, config))
-
-    def gate(self, config: ModelConfig) -> nn.Module:
-        """Three nodes, or elementary operators."""
-        return FusedGate(config) if self.fused else Gate(config.activation)
-
-    def attention(self, layer: int, config: ModelConfig) -> nn.Module:
-        """GroupQueryAttention, or elementary operators."""
-        return (GqaAttention if self.fused else SplitAttention)(layer, config, self)
-
-
 class GraphModule(nn.Module):
     """A decoder with flat inputs and outputs, as a graph has them."""
 
     def __init__(
-        self, config: ModelConfig, profile: Profile, max_context: int, hidden_layers: tuple[int, ...]
+        self,
+        config: ModelConfig,
+        profile: Profile,
+        max_context: int,
+        hidden_layers: tuple[int, ...],
+        chains: bool,
     ) -> None:
         super().__init__()
         self.config, self.profile, self.max_context = config, profile, max_context
         self.kinds = mask_kinds(config, max_context)
-        self.decoder = Decoder(config, SymbolicPrimitives(profile), hidden_layers)
+        self.decoder = Decoder(
+            config, SymbolicPrimitives(profile, max_context if chains else None), hidden_layers
+        )
 
     def rope(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Whole tables for an operator that indexes them itself, else the rows of these positions."""
@@ -388,9 +252,15 @@ class GraphModule(nn.Module):
         return (logits, *hidden, *(tensor for pair in step.present for tensor in pair))
 
 
-def trace(config: ModelConfig, profile: Profile, max_context: int, hidden_layers: tuple[int, ...]) -> Any:
-    """The ONNX model with slot nodes in place of weights."""
-    module = GraphModule(config, profile, max_context, hidden_layers).eval()
+def trace(
+    config: ModelConfig,
+    profile: Profile,
+    max_context: int,
+    hidden_layers: tuple[int, ...],
+    chains: bool = False,
+) -> Any:
+    """The ONNX model with slot nodes in place of weights; a graph of `chains` reads no masks and positions."""
+    module = GraphModule(config, profile, max_context, hidden_layers, chains).eval()
     S, R, T = (torch.export.Dim(name, min=1, max=1 << 20) for name in ("width", "picked", "columns"))
     inplace, width, rows = profile == "inplace", 5, 3
     columns = max_context + 2 if inplace else max_context + width  # + 2: T must not look like max_context

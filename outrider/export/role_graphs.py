@@ -12,8 +12,9 @@ from typing import Literal
 from outrider.export.calibrate import LayerMoments, calibrate, calibration_tokens
 from outrider.export.checkpoint import Checkpoint
 from outrider.export.config import ModelConfig
-from outrider.export.device_plans import GraphPlan
+from outrider.export.device_plans import PROVIDER_OPTIONS, GraphPlan
 from outrider.export.lowered import Lowered
+from outrider.export.onnx_form import CUDA, HOST, GraphForm
 from outrider.export.options import ExportOptions
 from outrider.export.prompts import SEGMENT, calibration_sequences
 from outrider.export.slots import SlotWeights, matrix_slots
@@ -81,7 +82,9 @@ def make_role(
 def _telling(plan: GraphPlan, progress: Progress | None) -> Callable[[str, int, int], None] | None:
     if progress is None:
         return None
-    stage = f"{plan.role}: " + ("quantize" if plan.lowering == "onnx" else f"{plan.lowering} {plan.recipe}")
+    stage = f"{plan.role}: " + (
+        "quantize" if plan.lowering in ("onnx", "cuda") else f"{plan.lowering} {plan.recipe}"
+    )
     return lambda _, done, total: progress(stage, done / max(total, 1))
 
 
@@ -139,7 +142,10 @@ def _entry(
 
 def _running(plan: GraphPlan) -> Mapping[str, object]:
     """What decides by what a graph can be run, beside its backend."""
-    return {"providers": list(plan.providers)} if plan.providers else {}
+    if not plan.providers:
+        return {}
+    told = {name: PROVIDER_OPTIONS[name] for name in plan.providers if name in PROVIDER_OPTIONS}
+    return {"providers": list(plan.providers), **({"provider_options": told} if told else {})}
 
 
 def _gathered_bytes(lowered: Lowered) -> int:
@@ -150,7 +156,11 @@ def _gathered_bytes(lowered: Lowered) -> int:
     return sizes["embedding"] if sizes.get("head") else 0
 
 
-def _lower_onnx(making: Making) -> Lowered:
+def _lower_cuda(making: Making) -> Lowered:
+    return _lower_onnx(making, CUDA)
+
+
+def _lower_onnx(making: Making, form: GraphForm = HOST) -> Lowered:
     from outrider.export.onnx import export_graph
 
     plan, options = making.plan, making.options
@@ -159,13 +169,14 @@ def _lower_onnx(making: Making) -> Lowered:
         making.weights.config,
         making.weights,
         recipe,
-        options.profile,
+        "inplace" if making.plan.lowering == "cuda" else options.profile,
         making.place / "graph.onnx",
         max_context=plan.max_context,
         widths=plan.widths,
         hidden_layers=options.hidden_layers if plan.role == "target" else (),
         stats=calibrate(making.weights, recipe, making.checkpoint.tokenizer, plan.max_context),
         progress=making.progress,
+        form=form,
     )
     return Lowered(report.files, report.meta, report.slots, notes={"operators": dict(report.operators)})
 
@@ -304,6 +315,7 @@ def _lower_coreml(making: Making, export: Callable[..., Lowered]) -> Lowered:
 
 LOWERINGS: dict[str, Callable[[Making], Lowered]] = {
     "onnx": _lower_onnx,
+    "cuda": _lower_cuda,
     "npu": _lower_npu,
     "xnnpack": _lower_xnnpack,
     "vulkan": _lower_vulkan,

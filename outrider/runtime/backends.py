@@ -165,10 +165,17 @@ def _open_onnxruntime(directory: str | os.PathLike[str], graph: GraphEntry, opti
         {**graph_meta(graph), "max_context": held_context(graph, options.context)},
         threads=options.threads,
         providers=providers,
-        provider_options=[{key: str(v) for key, v in given.get(name, {}).items()} for name in providers],
+        provider_options=[
+            _told(name, graph.options.get("provider_options", {}), given) for name in providers
+        ],
         session_options=graph.options.get("session_options"),
         cores=options.cores,
     )
+
+
+def _told(name: str, made_with: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The options of a provider: what was given goes before what the graph was made with."""
+    return {key: str(value) for key, value in {**made_with.get(name, {}), **given.get(name, {})}.items()}
 
 
 def _refuse_unknown_providers(providers: Sequence[str]) -> None:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.contracts import Float32Array, Proposal, Sampling
+from outrider.contracts import (
+    BoolArray,
+    Float32Array,
+    Graph,
+    IntArray,
+    LogitsRequest,
+    Output,
+    Proposal,
+    Sampling,
+    TopK,
+    TopRows,
+)
+from outrider.errors import BackendError
+from outrider.runtime.leading import enough, leading, named, needed
 from outrider.runtime.sampling import (
     Distribution,
     Processor,
@@ -57,8 +71,36 @@ class Judge:
         self._near_tie = near_tie
         self._top = logprobs
         self._record = record
+        self._limit = vocab_limit
+        whole = record or logprobs is not None or self._processor.edits
+        self.needed = 0 if whole else needed(sampling)
+        """How many of the largest logits of a row it decides by; 0: by the whole row."""
 
-    def begin(self, rows: Float32Array, position: int, proposal: Proposal) -> None:
+    def ask(
+        self,
+        target: Graph,
+        tokens: Sequence[int] | IntArray,
+        positions: IntArray | None,
+        mask: BoolArray | None,
+        logits: LogitsRequest,
+    ) -> tuple[Output, Float32Array | TopRows]:
+        """A forward, and its rows: only the largest logits of each where the graph picks them and they decide.
+
+        Where they turn out not to, as in a tie with what was left out, the forward runs again for whole rows.
+        """
+        every = logits == "all" or len(tokens) == 1
+        most = getattr(target, "top", 0)  # of graphs that reduce their rows on the device
+        if every and 0 < self.needed <= most:
+            output = target.forward(tokens, positions, mask, TopK(most))
+            rows = output.logits
+            if isinstance(rows, TopRows) and enough(rows, self.needed, target.vocab_size, self._limit):
+                return output, rows
+        output = target.forward(tokens, positions, mask, logits)
+        if not isinstance(output.logits, np.ndarray):
+            raise BackendError("the target returned no logits where rows were asked for")
+        return output, output.logits
+
+    def begin(self, rows: Float32Array | TopRows, position: int, proposal: Proposal) -> None:
         """Start a round: logits [1 + n, V] of anchor and drafts; `position` is that of the next token."""
         self.logprobs, self.judged = [], []
         self._rows = rows
@@ -68,10 +110,16 @@ class Judge:
 
     def __call__(self, row: int, candidates: list[int]) -> Step:
         """Decide what follows row `row`, given the drafted nodes that are its children."""
-        processed = self._processor.row(self._rows[row])
+        ids: IntArray | None = None
+        if isinstance(self._rows, TopRows):
+            ids, processed = leading(self._rows, row, self.needed)
+        else:
+            processed = self._processor.row(self._rows[row])
         uniform = None if self._sampling.greedy else self._uniforms(self._position)
         chances = None if uniform is None else distribution(processed, self._sampling, self._near_tie)
-        step = self._decide(processed, chances, uniform, candidates)
+        if chances is not None and ids is not None:
+            chances = named(chances, ids)
+        step = self._decide(processed, ids, chances, uniform, candidates)
         self._processor.push(step.token)
         self._position += 1
         if self._top is not None:
@@ -84,12 +132,14 @@ class Judge:
     def _decide(
         self,
         processed: Float32Array,
+        ids: IntArray | None,
         chances: Distribution | None,
         uniform: float | None,
         candidates: list[int],
     ) -> Step:
         if chances is None or uniform is None:
             token, margin = top_two(processed)
+            token = token if ids is None else int(ids[token])
             return Step(token, match_child(token, candidates, self._drafted), margin)
         if self._sampling.mode == "reject":
             step = reject_child(chances, candidates, self._proposal, uniform)

@@ -22,6 +22,7 @@ from outrider.contracts import (
     Output,
     Plan,
     Proposal,
+    TopRows,
 )
 from outrider.errors import BackendError, ContextError, UsageError
 from outrider.power.governor import Directive
@@ -270,7 +271,7 @@ class Engine:
         proposal = self._propose(run, plan)
         run.beside = self._look_ahead(run, plan, proposal)
         verifying = self._clock()
-        output, rows = self._verify(pending, proposal)
+        output, rows = self._verify(pending, proposal, run.judge)
         verified = self._clock()
         position = len(context)
         run.judge.begin(rows, position, proposal)
@@ -422,22 +423,20 @@ class Engine:
         seed = run.request.sampling.seed
         return self._ahead.start(plan.drafter, self.drafters[plan.drafter], seed, start, min(plan.k, most))
 
-    def _verify(self, pending: Sequence[int], proposal: Proposal) -> tuple[Output, Float32Array]:
+    def _verify(
+        self, pending: Sequence[int], proposal: Proposal, judge: Judge
+    ) -> tuple[Output, Float32Array | TopRows]:
         """One target forward over pending tokens and drafts; logits [1 + n, V] of anchor and drafts."""
         n = len(proposal)
         last = len(pending) - 1
         if n == 0:
-            output = self.target.forward(pending, logits="last")
-        else:
-            # An id that the target lacks has probability 0: judged as drafted, but run as another token.
-            known = np.where(proposal.tokens < self.target.vocab_size, proposal.tokens, 0)
-            tokens = np.concatenate([np.asarray(pending, np.int64), known])
-            positions, mask = (None, None) if proposal.is_chain else self._tree(len(pending), proposal)
-            wanted: LogitsRequest = "all" if last == 0 else range(last, last + 1 + n)
-            output = self.target.forward(tokens, positions, mask, wanted)
-        if not isinstance(output.logits, np.ndarray):
-            raise BackendError("the target returned no logits where rows were asked for")
-        return output, output.logits
+            return judge.ask(self.target, pending, None, None, "last")
+        # An id that the target lacks has probability 0: judged as drafted, but run as another token.
+        known = np.where(proposal.tokens < self.target.vocab_size, proposal.tokens, 0)
+        tokens = np.concatenate([np.asarray(pending, np.int64), known])
+        positions, mask = (None, None) if proposal.is_chain else self._tree(len(pending), proposal)
+        wanted: LogitsRequest = "all" if last == 0 else range(last, last + 1 + n)
+        return judge.ask(self.target, tokens, positions, mask, wanted)
 
     def _tree(self, pending: int, proposal: Proposal) -> tuple[IntArray, np.ndarray]:
         """Positions by depth, and the mask in which nodes see the pending tokens and their own ancestors."""

@@ -95,6 +95,11 @@ class Processor:
         self._history = _History(prompt) if penalties != (1.0, 0.0, 0.0) else None
         self._edits = bool(self._history or len(self._bias_ids) or len(self._banned))
 
+    @property
+    def edits(self) -> bool:
+        """Whether a processed row can differ from the graph's."""
+        return self._edits
+
     def row(self, logits: Float32Array) -> Float32Array:
         """The processed row [vocab_limit]; a view of `logits` [V] when there is nothing to change."""
         row = logits[: self._limit]

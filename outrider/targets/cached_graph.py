@@ -15,7 +15,7 @@ from outrider.errors import BackendError, ContextError
 from outrider.targets.core_sets import pinned
 from outrider.targets.graph_meta import GraphMeta
 
-__all__ = ["CachedGraph", "Runner", "requested_rows", "top_rows"]
+__all__ = ["CachedGraph", "Runner", "TopRunner", "requested_rows", "top_rows"]
 
 
 class Runner(Protocol):
@@ -40,6 +40,18 @@ class Runner(Protocol):
         ...
 
 
+class TopRunner(Runner, Protocol):
+    """A runner whose graph picks the largest logits of every row itself, up to `top` of them."""
+
+    top: int
+
+    def run_top(
+        self, tokens: IntArray, positions: IntArray, mask: BoolArray | None, n: int
+    ) -> tuple[TopRows, list[Float32Array]]:
+        """As `run` for all rows, with the n largest logits of each, equals by lower id, in place of all."""
+        ...
+
+
 class CachedGraph:
     """A `contracts.Graph` around a `Runner`; `library` is named in errors. `cores` keep its caller there, if set."""
 
@@ -50,6 +62,7 @@ class CachedGraph:
         self.meta, self._runner, self.library = meta, runner, library
         self.vocab_size, self.max_context = meta.vocab_size, meta.max_context
         self.widths, self.hidden_layers = meta.widths, meta.hidden_layers
+        self.top = int(getattr(runner, "top", 0))  # a `TopK` up to this is cheaper than the rows
         self._closed = False
         self._length = 0
         self._pending = 0  # rows of the last forward that can still be committed
@@ -77,11 +90,16 @@ class CachedGraph:
         self._positions[self._length : self._length + S] = straight if positions is None else positions
         if mask is not None and np.array_equal(mask, np.tri(S, dtype=np.bool_)):
             mask = None
+        seen = self._positions[: self._length + S]
         rows = requested_rows(logits, S)
         self._pending = 0
+        values: Float32Array | TopRows
         try:
             with pinned(self.cores):
-                values, states = self._runner.run(ids, self._positions[: self._length + S], mask, rows)
+                if isinstance(logits, TopK) and logits.n <= self.top:
+                    values, states = cast(TopRunner, self._runner).run_top(ids, seen, mask, logits.n)
+                else:
+                    values, states = self._runner.run(ids, seen, mask, rows)
         except RuntimeError as error:
             raise BackendError(
                 f"{self.library} failed in a forward of {S} tokens after {self._length}: {error}; the graph and its "
@@ -89,7 +107,7 @@ class CachedGraph:
             ) from error
         self._pending = S
         found = {layer: states[self.hidden_layers.index(layer)] for layer in hidden}
-        if isinstance(logits, TopK):
+        if isinstance(logits, TopK) and isinstance(values, np.ndarray):
             return Output(top_rows(values, logits.n), found)
         return Output(None if logits == "none" else values, found)
 

@@ -43,6 +43,9 @@ class GraphMeta:
     hidden_layers: tuple[int, ...]
     masks: tuple[str, ...]
     sliding_window: int | None
+    chains: bool = False  # it knows positions by itself and reads no mask: a tree runs path by path
+    top: int = 0  # how many of the largest logits of each row it returns apart
+    cache_dtype: str = "float32"
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> GraphMeta:
@@ -54,6 +57,9 @@ class GraphMeta:
                 hidden_layers=tuple(values["hidden_layers"]),
                 masks=tuple(values["masks"]),
                 sliding_window=values["sliding_window"],
+                chains=bool(values.get("chains", False)),
+                top=int(values.get("top", 0)),
+                cache_dtype=str(values.get("dtypes", {}).get("past_key_0", "float32")),
                 **{name: int(values[name]) for name in SIZES},
             )
 

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from outrider.contracts import BoolArray, Float32Array, IntArray
 from outrider.targets.graph_meta import GraphMeta
 from outrider.targets.masks import additive_mask, fill_static_mask
+from outrider.targets.onnx_device import DeviceRunner
 from outrider.targets.onnx_session import Sessions
 
-__all__ = ["RUNNERS", "InplaceRunner", "SplitRunner"]
+__all__ = ["RUNNERS", "InplaceRunner", "SplitRunner", "runner_of"]
 
 PADDING = 1  # rows that attention in an `inplace` graph reads beyond the tokens; see export/onnx.py
 
@@ -137,7 +138,7 @@ class InplaceRunner:
     def close(self) -> None:
         """Release the binding and the session."""
         self.binding = self.session = None
-        self.buffers, self.cache = Buffers(), self.cache[:0]
+        self.buffers, self.cache = Buffers(), np.zeros(0, np.float32)  # a view would keep all of it
 
 
 class SplitRunner:
@@ -205,7 +206,8 @@ class SplitRunner:
     def close(self) -> None:
         """Release the buffers."""
         self.values.clear()
-        self.buffers, self.cache, self.present = Buffers(), self.cache[:0], self.cache[:0]
+        self.buffers = Buffers()
+        self.cache = self.present = np.zeros(0, np.float32)
 
 
 RUNNERS: dict[str, type[InplaceRunner] | type[SplitRunner]] = {
@@ -213,6 +215,11 @@ RUNNERS: dict[str, type[InplaceRunner] | type[SplitRunner]] = {
     "split": SplitRunner,
 }
 """Profile -> what runs its graphs."""
+
+
+def runner_of(meta: GraphMeta, sessions: Sessions) -> InplaceRunner | SplitRunner | DeviceRunner:
+    """What runs a graph: by its profile, and on the device's memory where it was made for that."""
+    return (DeviceRunner if meta.chains else RUNNERS[meta.profile])(meta, sessions)
 
 
 def empty_cache(meta: GraphMeta, length: int) -> Float32Array:

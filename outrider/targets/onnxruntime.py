@@ -1,7 +1,8 @@
 """Run exported ONNX graphs with ONNX Runtime.
 
-`inplace` graphs keep keys and values in one buffer per layer that is past and present at once; `split` graphs
-read a cache of static length and return only new rows, which the host copies when they are committed.
+`inplace` graphs keep keys and values in one buffer per layer that is past and present at once, for an accelerator in
+its own memory (`onnx_device.py`); `split` graphs read a cache of static length and return only new rows, which the host
+copies when they are committed.
 Needs numpy and onnxruntime only.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 from outrider.errors import BackendError
 from outrider.targets.cached_graph import CachedGraph, top_rows
 from outrider.targets.graph_meta import GraphMeta
-from outrider.targets.onnx_profiles import RUNNERS
+from outrider.targets.onnx_profiles import RUNNERS, runner_of
 from outrider.targets.onnx_session import CPU, Sessions, affinities, described
 
 __all__ = ["GraphMeta", "OnnxGraph", "top_rows"]
@@ -24,7 +25,7 @@ class OnnxGraph(CachedGraph):
     """A `contracts.Graph` over an ONNX file. Make one with `load`."""
 
     def __init__(self, meta: GraphMeta, sessions: Sessions, providers: Sequence[str] = (CPU,)) -> None:
-        super().__init__(meta, RUNNERS[meta.profile](meta, sessions), "ONNX Runtime")
+        super().__init__(meta, runner_of(meta, sessions), "ONNX Runtime")
         self._sessions = sessions
         self.providers = tuple(providers)  # that ONNX Runtime uses, by preference
 
