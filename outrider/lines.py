@@ -32,6 +32,7 @@ KINDS: Mapping[str, str] = {
     "acceptance": "`outrider acceptance`",
     "governor": "`--governor-log`",
     "profile": "`outrider profile`",
+    "simulation": "`outrider simulate`",
 }
 """Every kind of trace, and what writes it."""
 

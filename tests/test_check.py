@@ -16,9 +16,10 @@ from click.testing import CliRunner
 
 from outrider.cli import cli
 from outrider.cli.check import describe
-from outrider.contracts import Graph, Output
+from outrider.contracts import Graph, Output, Reading
 from outrider.errors import BundleError
 from outrider.manifest import describe_file, read_manifest, write_manifest
+from outrider.power.telemetry import TelemetryWriter
 from outrider.runtime import check as module
 from outrider.runtime import load as loading
 from outrider.runtime.check import TextCheck, check_bundle, first_difference
@@ -340,8 +341,13 @@ def test_a_small_context_can_be_checked(
     assert check(tmp_path / "bundle").ok
 
 
-def test_json_has_the_promised_fields(float_bundle: Path) -> None:
-    done = CliRunner().invoke(cli, ["check", str(float_bundle), "--json", "-n", "8", "--threads", "1"])
+def test_json_has_the_promised_fields_and_recorded_heat_leaves_the_text(
+    float_bundle: Path, tmp_path: Path
+) -> None:
+    with TelemetryWriter(tmp_path / "hot.jsonl") as writer:
+        writer([Reading("die", "temperature", 84.9, "die", "instant", 0.0)])
+    words = ["--json", "-n", "8", "--threads", "1", "--telemetry", str(tmp_path / "hot.jsonl")]
+    done = CliRunner().invoke(cli, ["check", str(float_bundle), *words])
     assert done.exit_code == 0
     record = json.loads(done.stdout)
     assert record["ok"] is True
@@ -349,6 +355,8 @@ def test_json_has_the_promised_fields(float_bundle: Path) -> None:
     for graph in record["graphs"]:
         assert set(names.split()) <= set(graph)
     assert [graph["role"] for graph in record["graphs"]] == ["target", "draft"]
+    chosen = [text["first_difference"] for text in record["texts"] if text["k"] == "auto"]
+    assert chosen == [None] * 3  # one of each prompt, governed
 
 
 def text_check(gap: float | None, noise: float) -> TextCheck:

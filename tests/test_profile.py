@@ -28,11 +28,12 @@ from outrider.power.report.profile_trace import (
 from outrider.power.report.summarise import summarise
 from outrider.power.report.summary import read_summary
 from outrider.power.sensors.system import System
+from outrider.power.telemetry import TelemetryWriter
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.planner import Planner
 from outrider.runtime.profiling.profile import FILES, SETTLE_S, Cell, Options, cells_of, finish, profile
 from outrider.runtime.profiling.provenance import merged, of_bundle, of_device, of_machine
-from outrider.runtime.profiling.rig import Rig, Text, bundle_rig, host_rig, trace_rig
+from outrider.runtime.profiling.rig import PLAYED_BACK, Rig, Text, bundle_rig, host_rig, trace_rig
 from outrider.runtime.profiling.run_meter import RunMeter, RunWork
 from outrider.runtime.rounds import Request
 from outrider.targets.device import load_device
@@ -402,6 +403,24 @@ def test_a_real_meter_gives_joules_a_token(pipeline: Any, tmp_path: Path) -> Non
     assert summary.error_budget is not None
     assert summary.error_budget.trust == "module or device input"
     assert summary.headline.startswith("This pair reaches ")
+
+
+def test_joules_of_a_recorded_trace_are_said_to_be_its_own(pipeline: Any, tmp_path: Path) -> None:
+    with TelemetryWriter(tmp_path / "old.jsonl", {"steady:in": 0.02}) as writer:
+        for step in range(2000):
+            writer([Reading("steady:in", "power", 7.0, "module", "instant", 0.02 * step)])
+    mine = timed_rig(pipeline, Quiet)
+    played = mine.played_back(tmp_path / "old.jsonl")
+    mine.monitor = played.monitor  # what its pauses look at
+    options = Options(ks=(0,), minutes=0.03, repeats=1, warm_up_s=0.0, idle_s=0.0)
+    summary = finish(profile(played, options, tmp_path, "0.1"), tmp_path)
+    (cell,) = summary.cells
+    assert cell.power_w is not None
+    assert cell.power_w.mean == pytest.approx(7.0)
+    assert summary.error_budget is not None
+    assert summary.error_budget.method == "replayed"
+    assert summary.provenance["telemetry"].startswith("played back from old.jsonl")
+    assert PLAYED_BACK in summary.notes
 
 
 @pytest.mark.parametrize(

@@ -396,3 +396,12 @@ def test_no_number_without_end_is_taken_and_an_older_trace_stays(
     assert done.exit_code == 2
     assert f"{value} is not a finite number" in done.output
     assert path.read_text() == "older"
+
+
+@pytest.mark.parametrize("command", ["export", "calibrate", "acceptance"])
+def test_a_command_for_which_a_recorded_trace_would_mean_nothing_says_why(
+    run_main: Callable[..., Any], command: str
+) -> None:
+    code, _, err = run_main(command, "--telemetry", "trace.jsonl")
+    assert code == 2
+    assert "; leave --telemetry out" in err

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from outrider.contracts import Sampling
+from outrider.contracts import Reading, Sampling
 from outrider.errors import BackendError, UsageError
+from outrider.lines import read_lines
+from outrider.power.telemetry import TelemetryWriter
 from outrider.power.tuning import Tuning
 from outrider.runtime.profiling import simulate
 from outrider.runtime.profiling.rig import trace_rig
@@ -233,10 +237,21 @@ def test_the_command_compares_policies(
     assert code == 0
     assert text.startswith("SIMULATED: a short day, mac-m2")
     assert len(text.splitlines()) == 5
-    record = json.loads((out / "simulation.json").read_text())
-    assert (record["kind"], record["simulated"], record["schema_version"]) == ("simulation", True, 1)
+    record = json.loads((out / "summary.json").read_text())
+    assert (record["kind"], record["simulated"], record["schema_version"]) == ("simulation-summary", True, 1)
     assert [run["policy"] for run in record["runs"]] == ["plain", "k=2", "governed"]
-    assert len(record["runs"][0]["timeline"]) > 15
+    most = max(record["runs"], key=lambda run: run["tokens"])
+    assert f"{most['policy']} makes {most['tokens']:,} tokens" in record["headline"]
+    lines = list(read_lines(out / "simulation.jsonl", "simulation"))
+    points = [line for _, line in lines if line["record"] == "point" and line["policy"] == "plain"]
+    assert len(points) > 15
+    assert sum(point["tokens"] for point in points) <= record["runs"][0]["tokens"]
+    assert lines[-1][1] == {"record": "end", "complete": True}
+    page = (out / "report.html").read_text()
+    assert page.count("<h2>The course of ") == 3
+    assert all("SIMULATED" in title for title in re.findall("<h[12]>(.*?)</", page))
+    assert not re.search(r"https?://|//[a-z]|url\(|@import|src=|href=|<script", page)
+    ElementTree.fromstring(page.partition("<main>")[2].partition("</main>")[0].join(("<main>", "</main>")))
     code, text, _ = run_main(
         "simulate", "--scenario", day, "--acceptance", str(trace), "--policies", "plain", "--device",
         "raspberry-pi-5", "--json",
@@ -250,14 +265,34 @@ def test_the_command_compares_policies(
 def test_results_that_are_there_are_replaced_only_when_asked(
     run_main: Callable[..., Any], trace: Path, day: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "simulation.json").write_text("older")
+    (tmp_path / "simulation.jsonl").write_text("older")
     words = ["simulate", "--scenario", day, "--acceptance", str(trace), "--policies", "plain"]
     code, out, err = run_main(*words, "-o", str(tmp_path))
     assert (code, out) == (2, "")
-    assert "simulation.json exists already; choose another name, or give --overwrite" in err
-    assert (tmp_path / "simulation.json").read_text() == "older"
+    assert "simulation.jsonl exists already; choose another name, or give --overwrite" in err
+    assert (tmp_path / "simulation.jsonl").read_text() == "older"
     assert run_main(*words, "-o", str(tmp_path), "--overwrite")[0] == 0
-    assert json.loads((tmp_path / "simulation.json").read_text())["kind"] == "simulation"
+    assert read_lines(tmp_path / "simulation.jsonl", "simulation").header["simulated"] is True
+
+
+def test_a_recorded_trace_takes_the_place_of_the_simulated_sensors(
+    run_main: Callable[..., Any], trace: Path, day: str, tmp_path: Path
+) -> None:
+    words = ["--scenario", day, "--acceptance", str(trace), "--policies", "governed", "--json"]
+    with TelemetryWriter(tmp_path / "hot.jsonl", {"thermal:cpu": 1.0}) as hot:
+        for second in range(30):
+            hot([Reading("thermal:cpu", "temperature", 96.0, "die", "instant", float(second))])
+    _, cool, _ = run_main("simulate", *words)
+    _, warm, _ = run_main(
+        "simulate", *words, "--telemetry", str(tmp_path / "hot.jsonl"), "-o", str(tmp_path / "out")
+    )
+    (before,), (after,) = json.loads(cool), json.loads(warm)
+    assert before["level_changes"] == 0 < after["level_changes"]
+    assert after["tokens"] < before["tokens"]
+    assert after["peak_c"] < 90.0  # the machine's own
+    assert "the recorded trace hot.jsonl" in (tmp_path / "out" / "report.html").read_text()
+    code, _, err = run_main("simulate", *words, "--telemetry", str(tmp_path / "none.jsonl"))
+    assert (code, "none.jsonl" in err) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +348,8 @@ def test_ctrl_c_keeps_the_policies_that_are_finished(
     code, text, err = run_main("simulate", *words)
     assert code == 130
     assert "Interrupted: partial, with 2 of 3 policies finished." in err
-    record = json.loads((tmp_path / "simulation.json").read_text())
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert "interrupted; so far" in record["headline"]
     assert (record["partial"], [run["policy"] for run in record["runs"]]) == (True, kept)
     assert [line.split()[0] for line in text.splitlines()[2:]] == kept
 

@@ -16,6 +16,7 @@ from outrider.cli.options import (
     prompt_options,
     prompts_from,
     refuse_existing,
+    without_telemetry,
 )
 
 __all__ = ["command"]
@@ -31,6 +32,7 @@ __all__ = ["command"]
     required=True,
     help="Write the trace to this file.",
 )
+@without_telemetry("acceptance is recorded with nothing that governs")
 @overwrite_option
 @prompt_options
 @loading_options

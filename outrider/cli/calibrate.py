@@ -17,6 +17,7 @@ from outrider.cli.options import (
     overwrite_option,
     print_json,
     refuse_existing,
+    without_telemetry,
 )
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ __all__ = ["command"]
     show_default=True,
     help="Measure the machine at rest for so many seconds, before and after.",
 )
+@without_telemetry("a profile keeps what was measured on this machine, which a recorded trace was not")
 @overwrite_option
 @loading_options
 @json_option

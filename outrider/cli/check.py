@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cli.options import ProgressBar, bundle_argument, json_option, print_json
+from outrider.cli.options import ProgressBar, bundle_argument, json_option, print_json, telemetry_option
 from outrider.contracts import as_json
 
 if TYPE_CHECKING:
@@ -45,13 +45,15 @@ __all__ = ["command", "describe"]
     type=click.Choice(["cpu", "gpu", "npu"]),
     help="Compare texts with the draft on this unit.",
 )
+@telemetry_option
 @json_option
 @click.pass_context
 def command(ctx: click.Context, /, bundle: Path, as_json_text: bool, **options: Any) -> None:
     """Prove a bundle: hashes, tokenizer, logits of each graph, row independence, and the pair's greedy text.
 
     Every graph is run the closest way there is here: as it is, on an emulator of its unit, or as the same program
-    lowered for the CPU; the report says which.
+    lowered for the CPU; the report says which. With --telemetry the texts are written under the governor, which sees
+    that trace, and one more lets it choose k.
     """
     from outrider.runtime.check import check_bundle
 

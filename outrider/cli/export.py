@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from outrider.cli.options import ProgressBar, json_option, print_json
+from outrider.cli.options import ProgressBar, json_option, print_json, without_telemetry
 
 if TYPE_CHECKING:
     from outrider.export.bundle import ExportReport, RoleOptions
@@ -159,6 +159,7 @@ __all__ = ["command", "describe", "proof_line"]
     help="Ship graphs that are below the gate of their recipe; the manifest says so.",
 )
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
+@without_telemetry("an export decodes nothing that telemetry could govern")
 @json_option
 @click.pass_context
 def command(ctx: click.Context, /, as_json_text: bool, **given: Any) -> None:

@@ -21,6 +21,7 @@ from outrider.cli.options import (
     print_json,
     refuse_existing,
     refuse_loading,
+    telemetry_option,
 )
 from outrider.errors import UsageError
 
@@ -119,6 +120,7 @@ OBJECTIVES = ("latency", "energy", "balanced")
     show_default=True,
     help="Write the results into this folder.",
 )
+@telemetry_option
 @overwrite_option
 @loading_options
 @json_option
@@ -135,6 +137,8 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
     folder, bar, recorded = options.pop("output"), ProgressBar(), options.pop("trace")
     overwrite = options.pop("overwrite")
     if recorded is not None:
+        if options["telemetry"] is not None:
+            raise UsageError("--trace runs nothing that could see --telemetry; leave one of them out")
         if bundle is not None:
             raise UsageError("--trace reads what was measured before; leave the bundle out")
         if not _same(recorded, folder / TRACE):
@@ -143,7 +147,8 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
         return
     refuse_existing(folder / TRACE, overwrite)
     with ExitStack() as stack:
-        rig = _rig(bundle, options, stack)
+        rig, telemetry = _rig(bundle, options, stack), options.pop("telemetry")
+        rig = rig if telemetry is None else rig.played_back(telemetry)
         wanted = _options(rig, options)
         if not rig.simulated:
             stack.enter_context(rig.monitor)

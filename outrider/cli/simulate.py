@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +18,17 @@ from outrider.cli.options import (
     print_json,
     refuse_existing,
     refuse_loading,
+    telemetry_option,
 )
-from outrider.errors import OutriderError, UsageError
+from outrider.errors import UsageError
 
 if TYPE_CHECKING:
-    from outrider.runtime.profiling.simulate import PolicyRun
-    from outrider.targets.scenario import Scenario
+    from outrider.power.report.simulation import PolicyRun, Simulation
     from outrider.targets.trace_model import TraceText
 
 __all__ = ["command"]
 
-FILE = "simulation.json"
+FILES = TRACE, SUMMARY, REPORT = "simulation.jsonl", "summary.json", "report.html"
 
 
 @click.command(name="simulate")
@@ -69,8 +67,9 @@ FILE = "simulation.json"
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    help="Write simulation.json, with a timeline of every run, into this folder.",
+    help="Write simulation.jsonl (a timeline of every run), summary.json and report.html into this folder.",
 )
+@telemetry_option
 @overwrite_option
 @loading_options
 @json_option
@@ -80,6 +79,9 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
     What drafts get right is real: it comes from an acceptance trace, or is recorded from the bundle first.
     Ctrl-C keeps the policies that are finished.
     """
+    from importlib.metadata import version
+
+    from outrider.power.report.simulation import Simulation
     from outrider.runtime.profiling.simulate import Interrupted, compare, format_runs
     from outrider.targets.device import load_device
     from outrider.targets.scenario import load_scenario
@@ -87,16 +89,17 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
     scenario = load_scenario(options.pop("scenario"))
     name, output, overwrite = (options.pop(option) for option in ("device", "output", "overwrite"))
     if output is not None:
-        refuse_existing(output / FILE, overwrite)
-    device = load_device(name) if name else None
+        for file in FILES:
+            refuse_existing(output / file, overwrite)
+    device, telemetry = load_device(name or scenario.device), options.pop("telemetry")
     policies = [part.strip() for part in options.pop("policies").split(",") if part.strip()]
     if not policies:
         raise UsageError("no policy is given; give at least one, such as governed")
     bar = ProgressBar()
-    texts, costs = _texts(bundle, options, bar)
+    texts, costs, told = _texts(bundle, options, bar)
     partial = False
     try:
-        runs = compare(scenario, policies, texts, device=device, progress=bar, **costs)
+        runs = compare(scenario, policies, texts, device=device, progress=bar, telemetry=telemetry, **costs)
     except Interrupted as interrupted:
         runs, partial = interrupted.runs, True
         if not runs:
@@ -108,7 +111,12 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
     else:
         click.echo(format_runs(scenario, runs))
     if output is not None:
-        _write(output, scenario, runs, partial)  # last: a full disk must not cost the result
+        about = told | (
+            {} if telemetry is None else {"governors see": f"the recorded trace {telemetry.name}"}
+        )
+        _write(
+            output, Simulation(scenario, device.name, tuple(runs), about, version("outrider"), partial)
+        )  # last: a full disk must not cost the result
     if partial:
         click.echo(f"Interrupted: partial, with {len(runs)} of {len(policies)} policies finished.", err=True)
         click.get_current_context().exit(130)
@@ -116,8 +124,9 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
 
 def _texts(
     bundle: Path | None, options: dict[str, Any], bar: ProgressBar
-) -> tuple[list[TraceText], dict[str, Any]]:
-    """The texts to decode, and what the bundle's models cost."""
+) -> tuple[list[TraceText], dict[str, Any], dict[str, str]]:
+    """The texts to decode, what the bundle's models cost, and where both are from."""
+    from outrider.runtime.profiling.provenance import of_bundle
     from outrider.targets.model_cost import model_cost
     from outrider.targets.trace_model import read_acceptance
 
@@ -126,7 +135,8 @@ def _texts(
         raise UsageError("give either a bundle or an acceptance trace (--acceptance FILE)")
     if acceptance is not None:
         refuse_loading(options, "--acceptance")
-        return read_acceptance(acceptance), {}
+        about = f"acceptance trace {acceptance.name}, models' sizes as of Qwen2.5-Coder 1.5B and 0.5B"
+        return read_acceptance(acceptance), {}, {"texts": about}
     assert bundle is not None, "one of the two is there"
     with (
         open_pipeline(bundle, loading_from(options), governor=False) as pipeline,
@@ -136,7 +146,7 @@ def _texts(
         _record(pipeline, path, max_tokens, bar)
         roles = pipeline.manifest.roles if pipeline.manifest else {}
         costs = {f"{role}_cost": model_cost(entry.by_preference()[0]) for role, entry in roles.items()}
-        return read_acceptance(path), costs
+        return read_acceptance(path), costs, of_bundle(pipeline)
 
 
 def _record(pipeline: Any, path: Path, max_tokens: int, bar: ProgressBar) -> None:
@@ -156,22 +166,14 @@ def _without_timeline(run: PolicyRun) -> dict[str, Any]:
     return {name: value for name, value in run.to_dict().items() if name != "timeline"}
 
 
-def _write(folder: Path, scenario: Scenario, runs: Sequence[PolicyRun], partial: bool) -> None:
-    from outrider.contracts import as_json
-    from outrider.records import replaced
+def _write(folder: Path, simulation: Simulation) -> None:
+    from outrider.power.report.simulation import write_simulation_summary, write_trace
+    from outrider.power.report.simulation_page import write_simulation_report
 
-    record = {
-        "schema_version": 1,
-        "kind": "simulation",
-        "simulated": True,
-        "partial": partial,
-        "scenario": as_json(scenario),
-        "runs": [run.to_dict() for run in runs],
-    }
-    path = folder / FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with replaced(path) as stream:
-            stream.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
     except OSError as error:
-        raise OutriderError(f"{path} cannot be written: {error.strerror or error}") from None
+        raise UsageError(f"the folder {folder} cannot be made: {error.strerror or error}") from None
+    write_trace(folder / TRACE, simulation)
+    write_simulation_summary(folder / SUMMARY, simulation)
+    write_simulation_report(folder / REPORT, simulation)

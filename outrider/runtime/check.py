@@ -205,8 +205,8 @@ def _check_texts(
         for drafter, k in text.drafted:
             results.append(_compare(drafter, k, plain, _greedy(pipeline, text, drafter, k), noise))
         if governed and text.drafted:
-            chosen = _greedy(pipeline, text, None, "auto")
-            results.append(_compare("any drafter,", "auto", plain, chosen, noise))
+            chosen = _greedy(pipeline, text, "auto", "auto")
+            results.append(_compare("any", "auto", plain, chosen, noise))
     return results
 
 

@@ -237,6 +237,7 @@ class _Sweep:
                     idle_before_w=before,
                     sampler_share=None if self.rig.simulated else self.rig.monitor.overhead_share,
                     no_meter=self.meter.why_none(),
+                    notes=self.rig.notes,
                 )
             )
 

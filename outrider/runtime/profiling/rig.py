@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.contracts import Clock, Costs, Drafter, Energy, Graph, Objective
 from outrider.errors import ContextError, UsageError
 from outrider.power.governor import Directive, Governor, Policy
-from outrider.power.monitor import Monitor
+from outrider.power.monitor import Monitor, open_telemetry
 from outrider.power.sensors.simulated import Simulated
 from outrider.power.state import State
 from outrider.runtime.bench import Prompt, default_prompts
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from outrider.runtime.pipeline import Pipeline
 
 __all__ = [
+    "PLAYED_BACK",
     "FreeGovernor",
     "Rig",
     "Text",
@@ -49,6 +51,10 @@ __all__ = [
     "trace_rig",
 ]
 
+PLAYED_BACK = (
+    "Power, heat and clocks were played back from a recorded trace (--telemetry): joules and temperatures are the"
+    " trace's, not those of what ran."
+)
 DEFAULT_PREFILL = 512  # tokens of the prompt in one forward
 
 
@@ -77,7 +83,7 @@ class Rig:
     """Parts for engines that all decode on one machine. `device` is what a governor knows of it.
 
     `texts()` gives a sequence that starts anew: a call of it, with a category or None, begins the next text.
-    `plain` is a plain forward, for estimates where nothing meters.
+    `notes` are what a reader of figures must know. `plain` is a plain forward, for estimates where nothing meters.
     `machine` is the simulated one, None on a real machine. `sleep` pauses; `monitor` reads the sensors when
     it is polled, or in a thread of its own. `target_mb` and `draft_mb` are what the models take. `apart` are the
     drafters that have a unit of their own.
@@ -99,6 +105,7 @@ class Rig:
     plain: Work | None = None
     apart: frozenset[str] = frozenset()
     provenance: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     _energy_model: EnergyModel | None = None
 
     @property
@@ -114,6 +121,19 @@ class Rig:
         if self._energy_model is None:
             self._energy_model = EnergyModel(self.prior, tuple(self.drafters))
         return self._energy_model
+
+    def played_back(self, path: Path) -> Rig:
+        """This rig with the sensors of a recorded trace in place of its own: what governs it sees that trace.
+
+        Raises TelemetryError when the file is no telemetry trace.
+        """
+        told = {"telemetry": f"played back from {path.name}, not of what ran here"}
+        return replace(
+            self,
+            monitor=open_telemetry(path, self.clock),
+            provenance={**self.provenance, **told},
+            notes=(*self.notes, PLAYED_BACK),
+        )
 
     def pacer(self, policy: Policy, limits: Any = None, *, free: bool = False) -> Pacer:
         """A pacer with a governor of its own, under `policy`; `limits` stands in for the device's figures.

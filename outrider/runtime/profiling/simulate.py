@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from outrider.contracts import as_json
 from outrider.errors import UsageError
 from outrider.power.governor import Policy
+from outrider.power.report.simulation import PolicyRun, TimelinePoint
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.planner import Planner
 from outrider.runtime.profiling.rig import Rig, trace_rig
@@ -89,61 +90,6 @@ def fixed_rules(drafters: Sequence[str], ks: Sequence[int] = FIXED_K) -> list[Ru
     return [Rule(k, name) for name in names for k in ks]
 
 
-@dataclass(frozen=True)
-class TimelinePoint:
-    """The true state of the machine at one moment, and what was decoded since the last."""
-
-    time_s: float
-    die_c: float
-    case_c: float
-    power_w: float  # mean since the last point
-    clock_ratio: float
-    k: float | None  # mean drafted a round since the last point
-    tokens: int
-    level: str
-
-
-@dataclass(frozen=True)
-class PolicyRun:
-    """What a policy came to, by the machine's true figures. Simulated.
-
-    `energy_j`, and `seconds` beside it, count the time in which text was asked for; energy is the whole
-    device's, other apps included. `over_limit_s` is time above the limits of `peak_over_c`, the most that
-    the die or the case was above its own (below 0: how much was left). `cap_violation` is by how much of
-    the cap the worst 10 s mean exceeded it (0: never).
-    """
-
-    policy: str
-    tokens: int
-    energy_j: float
-    seconds: float
-    peak_c: float
-    peak_case_c: float
-    peak_over_c: float
-    over_limit_s: float
-    cap_violation: float
-    level_changes: int
-    battery_percent: float | None
-    mean_k: float | None
-    rounds: int
-    timeline: tuple[TimelinePoint, ...] = ()
-    simulated: bool = True
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens a second of the time in which text was asked for."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def j_per_token(self) -> float | None:
-        """Gross joules a token; None when there is none."""
-        return self.energy_j / self.tokens if self.tokens else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for `json`."""
-        return {**as_json(self), "tokens_per_s": self.tokens_per_s, "j_per_token": self.j_per_token}
-
-
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C while policies were compared; `runs` are those that were finished, each whole."""
 
@@ -162,16 +108,19 @@ def run_policy(
     draft_cost: ModelCost = DRAFT_COST,
     jitter: float = 0.01,
     timeline: bool = True,
+    telemetry: Path | None = None,
 ) -> PolicyRun:
     """Live through a scenario under a policy.
 
     `policy` is a rule or its name (`parse_rule`); `acceptance` are the texts of an acceptance trace; `device`
-    replaces the scenario's. The specimen that runs differs from the profile by the scenario's `spread`; the
+    replaces the scenario's; what is paced sees the recorded `telemetry`, if there is one, instead of the simulated
+    sensors. The specimen that runs differs from the profile by the scenario's `spread`; the
     governor knows the profile alone. Equal arguments give equal runs.
     """
     rule = parse_rule(policy) if isinstance(policy, str) else policy
     known = device or load_device(scenario.device)
-    refuse_unsensed(scenario, known)
+    if telemetry is None:
+        refuse_unsensed(scenario, known)
     specimen = perturbed(known, scenario.seed, scenario.spread) if scenario.spread else known
     machine = Machine(
         specimen,
@@ -187,6 +136,8 @@ def run_policy(
     )
     if rule.drafter is not None and rule.drafter not in rig.drafters:
         raise UsageError(f"unknown drafter {rule.drafter!r}; the trace has: {', '.join(rig.drafters)}")
+    if telemetry is not None:
+        rig = rig.played_back(telemetry)
     return _Day(scenario, rule, rig, known, timeline).live()
 
 
@@ -379,11 +330,12 @@ def compare(
     *,
     device: Device | None = None,
     progress: Callable[[str, float], None] | None = None,
-    **costs: Any,
+    **options: Any,
 ) -> list[PolicyRun]:
     """One run a policy, in order; `best-fixed` tries every fixed k and gives the one with the most tokens.
 
     Of the fixed ones those that keep limit and cap (within 1 °C and 3 %) come before those that do not.
+    `options` are those of `run_policy`.
     Raises Interrupted at Ctrl-C; a `best-fixed` of which not every k was tried is not among its runs.
     """
     drafters = list(dict.fromkeys(name for text in acceptance for name in text.runs))
@@ -396,7 +348,9 @@ def compare(
         if progress is not None:
             progress("simulating", number / len(jobs))
         try:
-            found.setdefault(name, []).append(run_policy(scenario, rule, acceptance, device=device, **costs))
+            found.setdefault(name, []).append(
+                run_policy(scenario, rule, acceptance, device=device, **options)
+            )
         except KeyboardInterrupt:
             unfinished = {name for name, _ in jobs[number:]}
             done = {name: runs for name, runs in found.items() if name not in unfinished}
@@ -410,7 +364,7 @@ def _best(found: Mapping[str, Sequence[PolicyRun]]) -> list[PolicyRun]:
 
 
 def _merit(run: PolicyRun) -> tuple[bool, int]:
-    return run.peak_over_c <= 1.0 and run.cap_violation <= 0.03, run.tokens
+    return run.holds, run.tokens
 
 
 def format_runs(scenario: Scenario, runs: Sequence[PolicyRun]) -> str:
