@@ -23,7 +23,7 @@ from outrider.runtime.pipeline import Pipeline
 from outrider.targets import core_sets
 from outrider.targets.cached_graph import CachedGraph
 from outrider.targets.core_sets import cores_of, pinned, refuse_shared, unit_kind
-from outrider.targets.onnx_session import affinities
+from outrider.targets.onnx_session import affinities, roaming
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="only Linux pins threads to cores"
@@ -289,3 +289,92 @@ def test_bench_compares_ways_to_draft(
     code, _, errors = run_main(*words, "--drafting", "both")
     assert code == 2
     assert "auto, serial, overlapped" in errors
+
+
+def capacities(root: Path, values: dict[int, int]) -> Path:
+    """A machine whose kernel says how strong its cores are."""
+    for core, capacity in values.items():
+        folder = root / f"sys/devices/system/cpu/cpu{core}"
+        folder.mkdir(parents=True)
+        (folder / "cpu_capacity").write_text(f"{capacity}\n")
+    return root
+
+
+RK3588 = dict.fromkeys(range(4), 414) | dict.fromkeys(range(4, 8), 1024)
+PHONE = {
+    0: 379,
+    1: 379,
+    2: 823,
+    3: 823,
+    4: 823,
+    5: 768,
+    6: 768,
+    7: 1024,
+}  # 1 + 3 + 2 + 2, as a Snapdragon 8 Gen 3's
+
+
+@pytest.mark.parametrize(
+    ("machine", "usable", "big"),
+    [
+        (dict.fromkeys(range(4), 1024), range(4), None),  # a Pi 5
+        (RK3588, range(8), (4, 5, 6, 7)),
+        (PHONE, range(8), (2, 3, 4, 5, 6, 7)),
+        (PHONE, range(2), None),  # a process that may use the little ones only
+        (PHONE, (0, 7), (7,)),
+        ({0: 1024}, range(2), None),  # one of them tells nothing
+        ({}, range(4), None),
+    ],
+)
+def test_threads_are_for_cores_of_at_least_half_the_strength_of_the_strongest(
+    machine: dict[int, int], usable: Any, big: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    assert core_sets.big_cores(capacities(tmp_path, machine), tuple(usable)) == big
+
+
+def test_a_capacity_that_is_no_number_tells_nothing(tmp_path: Path) -> None:
+    root = capacities(tmp_path, RK3588)
+    (root / "sys/devices/system/cpu/cpu3/cpu_capacity").write_text("strong\n")
+    assert core_sets.big_cores(root, tuple(range(8))) is None
+
+
+def test_as_many_threads_as_big_cores_are_free_to_move_among_them() -> None:
+    assert roaming((4, 5, 7)) == {"session.intra_op_thread_affinities": "5,6,8;5,6,8"}
+    assert roaming((4,)) == {}
+
+
+@two_cores
+def test_where_one_core_is_big_everything_runs_there_unless_threads_are_asked_for(
+    float_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.runtime import backends
+
+    monkeypatch.setattr(backends, "big_cores", lambda: tuple(HERE[1:2]))
+    with outrider.load(float_bundle, draft=False, governor=False) as pipeline:
+        at: set[tuple[str, frozenset[int]]] = set()
+        spied(pipeline.engine.target, at)
+        pipeline.generate(PROMPT, max_tokens=4, k=0)
+        assert at == {("MainThread", frozenset(HERE[1:2]))}
+        assert pipeline.engine.target._sessions.threads == 1  # type: ignore[attr-defined]
+    for options in ({"threads": 2}, {"target_unit": f"cpu:{HERE[0]}"}):
+        with outrider.load(float_bundle, draft=False, governor=False, **options) as pipeline:  # type: ignore[arg-type]
+            assert pipeline.engine.target.cores != tuple(HERE[1:2])  # type: ignore[attr-defined]
+
+
+def test_a_nice_pipeline_has_its_threads_yield_and_leaves_other_threads_alone(float_bundle: Path) -> None:
+    seen: dict[int, tuple[int, int]] = {}
+    before = set(os.listdir("/proc/self/task"))
+    mine = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+
+    def work() -> None:
+        with outrider.load(float_bundle, threads=2, nice=True, governor=False) as pipeline:
+            options: dict[str, Any] = {"k": 2, "drafter": "model", "drafting": "overlapped", "max_tokens": 24}
+            for _ in pipeline.stream(PROMPT, ignore_eos=True, **options):
+                for task in map(int, set(os.listdir("/proc/self/task")) - before):
+                    seen[task] = os.getpriority(os.PRIO_PROCESS, task), os.sched_getscheduler(task)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(seen) >= 4  # the caller, a thread of each graph, and the draft's
+    assert set(seen.values()) == {(max(10, mine[0]), os.SCHED_BATCH)}
+    assert (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)) == mine

@@ -126,7 +126,7 @@ _LOADING = [
     click.option(
         "--threads",
         type=click.IntRange(min=1),
-        help="Run each graph on this many threads (default: all cores).",
+        help="Run each graph on this many threads (default: one for each core but weak ones).",
     ),
     click.option(
         "--target-provider",
@@ -160,6 +160,7 @@ _LOADING = [
         help="Run the draft by this library (default: the first that can).",
     ),
     click.option("--no-draft", is_flag=True, help="Leave the draft model out; n-gram lookup still drafts."),
+    click.option("--nice", is_flag=True, help="Yield the CPU to whatever else is running."),
     click.option(
         "--max-context",
         type=click.IntRange(min=2),
@@ -360,6 +361,7 @@ def open_pipeline(bundle: Path, options: dict[str, Any], *, governor: bool | Non
         draft_providers=options.pop("draft_provider") or None,
         **{name: options.pop(name) for name in (*_PLACING, *_CONTEXTS)},
         draft=not options.pop("no_draft"),
+        nice=options.pop("nice"),
         verify=options.pop("verify"),
         **_governing_from(options, governor),
     )
@@ -385,6 +387,7 @@ _UNSET = {
     "draft_provider": (),
     **dict.fromkeys((*_PLACING, *_CONTEXTS)),
     "no_draft": False,
+    "nice": False,
     "verify": "size",
 }
 

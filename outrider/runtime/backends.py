@@ -13,7 +13,7 @@ from typing import Any, Literal
 from outrider.contracts import Graph
 from outrider.errors import BackendError, BundleError, UsageError
 from outrider.manifest import GraphEntry, bundle_path
-from outrider.targets.core_sets import cores_of, unit_kind
+from outrider.targets.core_sets import big_cores, cores_of, unit_kind
 
 __all__ = [
     "BACKENDS",
@@ -170,7 +170,13 @@ def _open_onnxruntime(directory: str | os.PathLike[str], graph: GraphEntry, opti
         ],
         session_options=graph.options.get("session_options"),
         cores=options.cores,
+        among=_big_cores(options) if providers == (CPU_PROVIDER,) else None,
     )
+
+
+def _big_cores(options: RoleOptions) -> tuple[int, ...] | None:
+    """The strong cores where there are weak ones too, unless cores or threads were asked for."""
+    return big_cores() if options.unit in (None, "cpu") and options.threads is None else None
 
 
 def _told(name: str, made_with: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -234,7 +240,7 @@ def _open_executorch(directory: str | os.PathLike[str], graph: GraphEntry, optio
     opened = ExecutorchGraph.load(
         bundle_path(directory, graph.path),
         {**graph_meta(graph), "functions": dict(graph.functions)},
-        threads=options.threads if cores is None else 1,
+        threads=1 if cores is not None else options.threads or len(_big_cores(options) or ()) or None,
     )
     opened.cores = cores
     return opened

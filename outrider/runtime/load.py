@@ -27,7 +27,7 @@ from outrider.runtime.rounds import Engine
 from outrider.runtime.text import Tokenizer
 from outrider.runtime.timing import known_costs, machine_line
 from outrider.runtime.vocab_map import read_vocab_map
-from outrider.targets.core_sets import cores_of, refuse_shared, unit_kind
+from outrider.targets.core_sets import be_nice, cores_of, refuse_shared, unit_kind
 
 if TYPE_CHECKING:
     from outrider.power.monitor import Monitor
@@ -57,6 +57,7 @@ def load(
     draft_provider_options: Mapping[str, Mapping[str, Any]] | None = None,
     target_unit: str | None = None,
     draft_unit: str | None = None,
+    nice: bool = False,
     objective: Literal["latency", "energy", "balanced"] = "latency",
     power_cap_w: float | None = None,
     temp_limit_c: float | None = None,
@@ -76,7 +77,10 @@ def load(
     of the graph, as in all but `inplace` ones, that saves no memory).
     Providers are ONNX Runtime's, by name, with options per name. A unit is "cpu", "gpu" or "npu"; a graph that
     only an emulator can run here is passed over unless its unit is asked for. On Linux it can be a core set,
-    "cpu:0" or "cpu:2-3": the role then has a thread on each of these cores, and they are its own.
+    "cpu:0" or "cpu:2-3": the role then has a thread on each of these cores, and they are its own. Without one, where
+    Linux says that some cores are less than half as strong as others, a CPU's graphs have threads on the strong ones.
+    `nice` lets this thread, and all that work for it, yield to what is in the foreground, for good: load and generate
+    in a thread of your own then (on macOS it is the whole process).
 
     From `objective` on: what heat and power may ask of drafts and pauses (never of the text); see
     `runtime.open_pacer.Governing`. By default drafts get shorter where a sensor says that the machine is hot;
@@ -115,6 +119,8 @@ def load(
     if not draft or "draft" not in manifest.roles:
         _refuse_options(roles.pop("draft"), "draft=False" if not draft else "the bundle has no draft model")
     _check_contexts(manifest, roles)
+    if nice:
+        be_nice()
     return _assemble(directory, manifest, roles, governing)
 
 

@@ -24,6 +24,7 @@ from outrider.folders import cache_folder
 from outrider.manifest import Manifest, Timing
 from outrider.records import decode, is_finite, parsed, replaced
 from outrider.runtime.placed import Placement
+from outrider.targets.core_sets import big_cores
 
 __all__ = ["TIMING_VERSION", "cores", "known_costs", "machine_line", "processor", "store_timing", "timing_of"]
 
@@ -51,8 +52,9 @@ def machine_line(placement: Sequence[Placement], threads: int | None) -> str:
     """What a time depends on beside the bundle, in one line: two equal lines may share their costs."""
     where = "; ".join(f"{role.role} by {_place(role)}" for role in placement)
     libraries = [_library(name) for name in dict.fromkeys(role.backend for role in placement)]
+    used = threads or len(big_cores() or ()) or cores()
     return (
-        f"{processor()}, {platform.machine()}, {cores()} cores, {threads or cores()} threads, "
+        f"{processor()}, {platform.machine()}, {cores()} cores, {used} threads, "
         f"{', '.join(libraries)}; {where}"
     )
 

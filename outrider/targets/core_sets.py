@@ -9,10 +9,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from outrider.errors import UsageError
 
-__all__ = ["core_set", "cores_of", "pinned", "refuse_shared", "unit_kind", "usable_cores"]
+__all__ = [
+    "NICENESS",
+    "be_nice",
+    "big_cores",
+    "core_set",
+    "cores_of",
+    "pinned",
+    "refuse_shared",
+    "unit_kind",
+    "usable_cores",
+]
+
+NICENESS = 10
+_BIG = 0.5  # of the strongest core's capacity: below that a core holds up those that wait for its share
 
 
 def unit_kind(unit: str) -> str:
@@ -58,6 +72,44 @@ def usable_cores() -> tuple[int, ...]:
     if not hasattr(os, "sched_setaffinity"):
         raise UsageError("core sets need Linux: this system cannot pin a thread to a core; use the unit cpu")
     return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def big_cores(root: Path = Path("/"), cores: Sequence[int] | None = None) -> tuple[int, ...] | None:
+    """The cores that are at least half as strong as the strongest; None where all are, or where nothing tells.
+
+    A forward waits for the last of its threads, so that one on a little core slows down those on big ones. Strength
+    is Linux's `cpu_capacity` (Documentation/scheduler/sched-capacity.rst: 1024 is the strongest core of the machine at
+    its full clock), below `root`. `cores` are those to choose from (default: all that this process may use).
+    """
+    usable = cores if cores is not None else usable_cores() if hasattr(os, "sched_setaffinity") else ()
+    capacities = [_capacity(root, core) for core in usable]
+    known = [capacity for capacity in capacities if capacity is not None]
+    if not known or len(known) < len(capacities):
+        return None
+    big = tuple(core for core, capacity in zip(usable, known, strict=True) if capacity >= _BIG * max(known))
+    return big if len(big) < len(usable) else None
+
+
+def _capacity(root: Path, core: int) -> int | None:
+    path = root / f"sys/devices/system/cpu/cpu{core}/cpu_capacity"
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def be_nice() -> None:
+    """Let this thread, and all that it starts from now on, yield to what is in the foreground.
+
+    At nice 10, and on Linux as a batch job, which never interrupts another that wakes up. Only root can take it back.
+    Raises UsageError where the system has no priorities of this kind.
+    """
+    if not hasattr(os, "nice"):
+        raise UsageError("nice needs a Unix: this system has no nice values; leave it out")
+    if hasattr(os, "setpriority"):
+        os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
+    if hasattr(os, "sched_setscheduler"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def core_set(cores: Sequence[int]) -> str:

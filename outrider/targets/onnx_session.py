@@ -11,7 +11,7 @@ import onnxruntime as ort
 from outrider.errors import BackendError
 from outrider.targets.huge_pages import new_memory_on_huge_pages
 
-__all__ = ["CPU", "Sessions", "affinities", "described"]
+__all__ = ["CPU", "Sessions", "affinities", "described", "roaming"]
 
 CPU = "CPUExecutionProvider"
 
@@ -47,13 +47,19 @@ ENTRIES = {
 }
 
 
-def affinities(cores: Sequence[int] | None, threads: int | None = None) -> dict[str, str]:
-    """The entry that keeps a session's own threads on cores, one each; the first core is the caller's.
+_AFFINITIES = "session.intra_op_thread_affinities"  # processors are counted from 1
 
-    ONNX Runtime counts processors from 1.
-    """
+
+def affinities(cores: Sequence[int] | None, threads: int | None = None) -> dict[str, str]:
+    """The entry that keeps a session's own threads on cores, one each; the first core is the caller's."""
     own = [] if cores is None else cores[1 : threads or len(cores)]
-    return {"session.intra_op_thread_affinities": ";".join(str(core + 1) for core in own)} if own else {}
+    return {_AFFINITIES: ";".join(str(core + 1) for core in own)} if own else {}
+
+
+def roaming(cores: Sequence[int]) -> dict[str, str]:
+    """The entry that keeps as many threads as there are cores on these, each on any; the caller is one of them."""
+    allowed = ",".join(str(core + 1) for core in cores)
+    return {_AFFINITIES: ";".join([allowed] * (len(cores) - 1))} if len(cores) > 1 else {}
 
 
 class Sessions:

@@ -16,7 +16,7 @@ from outrider.errors import BackendError
 from outrider.targets.cached_graph import CachedGraph, top_rows
 from outrider.targets.graph_meta import GraphMeta
 from outrider.targets.onnx_profiles import RUNNERS, runner_of
-from outrider.targets.onnx_session import CPU, Sessions, affinities, described
+from outrider.targets.onnx_session import CPU, Sessions, affinities, described, roaming
 
 __all__ = ["GraphMeta", "OnnxGraph", "top_rows"]
 
@@ -40,10 +40,12 @@ class OnnxGraph(CachedGraph):
         provider_options: Sequence[Mapping[str, str]] | None = None,
         session_options: Mapping[str, str] | None = None,
         cores: Sequence[int] | None = None,
+        among: Sequence[int] | None = None,
     ) -> OnnxGraph:
         """Open a graph. `session_options` are ONNX Runtime's configuration entries by name.
 
         With `cores` it has one thread on each, or `threads` on the first of them; the caller of `forward` is the first.
+        `among` are cores that it has as many threads for, each free to move from one to another of them.
 
         Raises BackendError when the file is missing or damaged, is another graph than `meta` describes, or a
         provider is not there.
@@ -56,15 +58,16 @@ class OnnxGraph(CachedGraph):
         sessions = Sessions(
             Path(path),
             record.max_context,
-            threads if cores is None else threads or len(cores),
+            threads or (len(cores or among or ()) or None),
             providers,
             provider_options,
-            {**(session_options or {}), **affinities(cores, threads)},
+            {**(session_options or {}), **(affinities(cores, threads) if among is None else roaming(among))},
         )
         session = sessions.get((record.widths[0], 1) if record.widths else None)
         record.refuse_another_graph(described(session), sessions.path)
         graph = cls(record, sessions, session.get_providers())
-        graph.cores = None if cores is None else (cores[0],)  # the other threads have the others
+        held = tuple(cores[:1] if cores else among or ())  # of core sets, the other threads have the others
+        graph.cores = held or None
         return graph
 
     def close(self) -> None:
