@@ -49,7 +49,8 @@ def _candidate(size: GraphSize, config: ModelConfig) -> Candidate:
     streamed = 1e6 * (size.weights_mb - size.gathered_mb)
     shapes = (slot_shape(config, slot) for slot in matrix_slots(config)[1:])
     ops = 2.0 * sum(rows * columns for rows, columns in shapes)
-    kv_type = "float16" if plan.backend == "coreml" else "int16" if plan.lowering == "npu" else "float32"
+    half = plan.backend == "coreml" or plan.lowering == "cuda"
+    kv_type = "float16" if half else "int16" if plan.lowering == "npu" else "float32"
     return Candidate(
         plan.role,
         plan.backend,
