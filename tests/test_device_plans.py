@@ -309,6 +309,10 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         options(draft_context=8)
     with pytest.raises(UsageError, match="draft_context was given, but no draft model"):
         options(draft_context=64, draft=None)
+    with pytest.raises(UsageError, match="kv_cache is 'int4'; known: float32, int8"):
+        options(kv_cache="int4")
+    with pytest.raises(UsageError, match="kv_cache is 'int8', which `split` graphs cannot have"):
+        options(kv_cache="int8", profile="split")
     with pytest.raises(UsageError, match="graphs of an NPU return no hidden states; leave one out"):
         options(npu_target=True, hidden_layers=(0,))
     with pytest.raises(UsageError, match="only a draft's head can be trimmed"):

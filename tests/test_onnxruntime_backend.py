@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import platform
 import re
+import shutil
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from outrider.contracts import Graph, TopK, TopRows
-from outrider.errors import BackendError, ContextError
+from outrider.errors import BackendError, ContextError, ExportError
+from outrider.export.cache_int8 import quantize_cache
 from outrider.export.onnx import GraphReport, export_graph
 from outrider.quantize.recipes import get_recipe
 from outrider.quantize.schemes import BlockInt, DynamicInt8, Float, Recipe
@@ -277,11 +282,59 @@ def test_missing_damaged_and_unknown_are_backend_errors(
         OnnxGraph.load(report.path, {**report.meta, "profile": "state"})
 
 
-def test_a_closed_graph_says_so_and_closes_twice(export: Callable[..., GraphReport]) -> None:
+def test_a_closed_graph_says_so_closes_twice_and_lets_go_of_its_cache(
+    export: Callable[..., GraphReport],
+) -> None:
     for profile in PROFILES:
         graph = load(export("llama", profile))
         graph.forward([1])
+        cache = weakref.ref(graph._runner.cache)  # type: ignore[attr-defined]
         graph.close()
         graph.close()
+        assert cache() is None
         with pytest.raises(BackendError, match="closed"):
             graph.forward([1])
+
+
+def logits_of(graph: OnnxGraph, *chunks: NDArray[np.int64]) -> NDArray[np.float32]:
+    """The rows of a text that is run in these chunks [S, V]."""
+    graph.truncate(0)
+    rows = []
+    for chunk in chunks:
+        rows.append(np.array(graph.forward(chunk).logits))
+        graph.commit(range(len(chunk)))
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_cache_of_8_bits_stays_close_and_its_rows_depend_on_the_prefix_alone(
+    export: Callable[..., GraphReport], family: str, tmp_path: Path
+) -> None:
+    report = export(family, "inplace")
+    rng = np.random.default_rng(0)
+    text = rng.integers(1, report.meta["vocab_size"], 48)
+    expected = logits_of(load(report), text)
+    spread = float(expected.std())
+
+    for path in report.files:
+        shutil.copy(path, tmp_path / path.name)
+    copy = replace(report, path=tmp_path / report.path.name)
+    with pytest.raises(ExportError, match="no text to set the scales"):
+        quantize_cache(copy, [])
+    graph = load(quantize_cache(copy, [text, rng.integers(1, report.meta["vocab_size"], 100)]))
+    assert graph._runner.cache.dtype == np.int8  # type: ignore[attr-defined]
+    rounded = logits_of(graph, text)
+    off = np.abs(rounded - expected)
+    assert 0.0 < off.max() < 0.2 * spread
+    assert off.mean() < 0.03 * spread
+
+    singly = logits_of(graph, text[:32], *(text[i : i + 1] for i in range(32, 48)))
+    np.testing.assert_allclose(singly, rounded, atol=0.02 * spread)
+    graph.truncate(32)
+    first, second = (
+        graph.forward([*text[32:34], *suffix]).logits[:2].copy() for suffix in ([1, 2, 3], [4, 5, 6])
+    )
+    np.testing.assert_array_equal(first, second)
+    tree = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
+    branches = graph.forward([text[32], 5, text[33]], np.array([32, 33, 33]), tree).logits
+    np.testing.assert_allclose(branches[2], rounded[33], atol=0.02 * spread)

@@ -226,10 +226,7 @@ def _trimmed(config: ModelConfig, vocab: int | None) -> ModelConfig:
 def estimate(plan: GraphPlan, config: ModelConfig, options: ExportOptions) -> GraphSize:
     """What a graph will take."""
     values = config.num_layers * config.num_kv_heads * config.head_dim * plan.max_context
-    half = plan.lowering == "npu" or plan.backend == "coreml"
-    kv = (
-        2 * values * (2 if half else 4) / 1e6
-    )  # 16 bits in static graphs of an NPU and in Core ML, float32 elsewhere
+    kv = 2 * values * _kv_bytes(plan, options) / 1e6
     table = config.vocab_size * config.hidden_size / 1e6
     if plan.lowering == "npu":
         recipe = get_npu_recipe(plan.recipe)
@@ -238,7 +235,7 @@ def estimate(plan: GraphPlan, config: ModelConfig, options: ExportOptions) -> Gr
         return GraphSize(plan, weights, kv, binaries_mb=weights, tables_mb=table, scratch_mb=floats)
     if plan.backend == "coreml":
         return _coreml_size(plan, config, options.of(plan.role).coreml_scheme(plan.role), kv)
-    if plan.lowering == "onnx":
+    if plan.lowering in ("onnx", "cuda"):
         scheme_for = options.of(plan.role).recipe(plan.role).scheme_for
         shared = config.tie_embeddings and scheme_for("head") == scheme_for("embedding")
         slots = [slot for slot in matrix_slots(config) if not (shared and slot == "embedding")]
@@ -251,6 +248,13 @@ def estimate(plan: GraphPlan, config: ModelConfig, options: ExportOptions) -> Gr
     bits = _executorch_bits(plan.recipe)
     weights = _weights_mb(config, {slot: 8 if slot == "head" else bits for slot in _products(config)})
     return GraphSize(plan, weights + table, kv, gathered_mb=table)
+
+
+def _kv_bytes(plan: GraphPlan, options: ExportOptions) -> int:
+    """16 bits in static graphs of an NPU, in Core ML and on CUDA; elsewhere float32, or int8 where it was asked for."""
+    if plan.lowering in ("npu", "cuda") or plan.backend == "coreml":
+        return 2
+    return 1 if plan.lowering == "onnx" and options.kv_cache == "int8" else 4
 
 
 def _coreml_size(plan: GraphPlan, config: ModelConfig, recipe: CoreMLRecipe, kv: float) -> GraphSize:

@@ -33,6 +33,7 @@ READ_BY: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "draft_precision": (("draft",), ("onnx",)),
     "draft_overrides": (("draft",), ("onnx",)),
     "profile": (("target", "draft"), ("onnx",)),
+    "kv_cache": (("target", "draft"), ("onnx",)),
     "npu_precision": (("target", "draft"), ("npu",)),
     "npu_target": (("target",), ("npu",)),
     "calibration": (("target", "draft"), CALIBRATED),

@@ -96,6 +96,7 @@ class ExportOptions:
     deployment_target: str | None = None  # of Core ML graphs; None: ios18, which is macOS 15 too
     draft_widths: tuple[int, ...] = ()  # of the draft's graphs with static widths
     split_target: bool = False  # also a Core ML target whose cache the app keeps
+    kv_cache: Literal["float32", "int8"] = "float32"  # of ONNX graphs for CPUs
 
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured."""
@@ -126,6 +127,10 @@ class ExportOptions:
             raise UsageError(
                 f"deployment target {self.deployment_target!r} is not known; known: {', '.join(DEPLOYMENT_TARGETS)}"
             )
+        if self.kv_cache not in ("float32", "int8"):
+            raise UsageError(f"kv_cache is {self.kv_cache!r}; known: float32, int8")
+        if self.kv_cache == "int8" and self.profile == "split":
+            raise UsageError("kv_cache is 'int8', which `split` graphs cannot have; leave profile out")
         if self.profile == "split" and not self.widths:
             object.__setattr__(self, "widths", (1, 2, 3, 5, 9, 64))
 

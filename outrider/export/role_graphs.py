@@ -178,6 +178,11 @@ def _lower_onnx(making: Making, form: GraphForm = HOST) -> Lowered:
         progress=making.progress,
         form=form,
     )
+    if options.kv_cache == "int8" and form == HOST:
+        from outrider.export.cache_int8 import quantize_cache
+
+        segment = min(SEGMENT, plan.max_context)
+        report = quantize_cache(report, calibration_tokens(making.checkpoint.tokenizer, segment))
     return Lowered(report.files, report.meta, report.slots, notes={"operators": dict(report.operators)})
 
 

@@ -222,9 +222,9 @@ def runner_of(meta: GraphMeta, sessions: Sessions) -> InplaceRunner | SplitRunne
     return (DeviceRunner if meta.chains else RUNNERS[meta.profile])(meta, sessions)
 
 
-def empty_cache(meta: GraphMeta, length: int) -> Float32Array:
+def empty_cache(meta: GraphMeta, length: int) -> NDArray[Any]:
     """Keys and values of every layer in one array, [2 L, 1, G, length, d], so that a commit is one copy."""
-    return np.zeros((2 * meta.layers, 1, meta.kv_heads, length, meta.head_dim), np.float32)
+    return np.zeros((2 * meta.layers, 1, meta.kv_heads, length, meta.head_dim), meta.cache_dtype)
 
 
 def cache_names(layers: int) -> list[str]:
