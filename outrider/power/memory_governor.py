@@ -19,4 +19,6 @@ class MemoryGovernor(Governor):
             self._memory.see(credible(state))
         loaded = self._memory.loaded
         flags = () if loaded else (f"memory={self._memory.why}",)
-        return Directive(draft_loaded=loaded, flags=("telemetry=none", *flags), reason="only memory is watched")
+        return Directive(
+            draft_loaded=loaded, flags=("telemetry=none", *flags), reason="only memory is watched"
+        )
