@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 pytest.importorskip("executorch", reason="executorch is not installed")
 
 import outrider
+from outrider.cli.options import _UNSET
+from outrider.cli.profile import _pipelines
 from outrider.contracts import Sampling
 
 PROMPT = "the quick brown fox"
@@ -108,3 +111,16 @@ def test_an_executorch_pipeline_loads_no_other_library(bundle: Path) -> None:
     assert loaded == "[]"
     assert ", executorch 1" in machine
     assert "onnxruntime" not in machine
+
+
+def test_a_profile_finds_the_precisions_that_a_bundle_holds(bundle: Path) -> None:
+    with ExitStack() as stack:
+        options = {**_UNSET, "precisions": "all"}
+        found, notes = _pipelines(bundle, options, stack)
+        backends = {name: [placed.backend for placed in one.placement] for name, one in found.items()}
+    assert notes == ()
+    assert backends == {
+        "": ["executorch", "executorch"],
+        "int8 target": ["onnxruntime", "executorch"],
+        "int8 draft": ["executorch", "onnxruntime"],
+    }

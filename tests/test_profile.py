@@ -38,6 +38,7 @@ from outrider.runtime.profiling.run_meter import RunMeter, RunWork
 from outrider.runtime.rounds import Request
 from outrider.targets.device import load_device
 from outrider.targets.fake import VirtualClock
+from outrider.targets.model_cost import TARGET_COST
 from outrider.targets.simulated import Machine
 from tests.acceptance_texts import made_up_texts, write_texts
 from tests.full_disk import FullDisk
@@ -97,6 +98,41 @@ def test_every_cell_runs_once_in_every_repetition_in_an_order_that_changes(trace
     for repeat in range(2):
         assert {run.label for run in runs if run.repeat == repeat} == set(cells)
     assert labels != list(cells) * 2
+
+
+def test_other_precisions_run_among_the_rest_and_are_told_apart(tmp_path: Path) -> None:
+    known = load_device("jetson-orin-nano")
+    machine = Machine(known, 25.0, 0)
+    first = trace_rig(known, TEXTS, machine)
+    heavy = trace_rig(known, TEXTS, machine, target_cost=replace(TARGET_COST, weight_bytes=4e9))
+    options = replace(SHORT, ks=(2,), drafters=("lookup",), minutes=0.4)
+    found = profile(first, options, tmp_path, "0.1", precisions={"fp16 target": heavy})
+    cells = ("plain", "lookup k=2", "plain, fp16 target", "lookup k=2, fp16 target")
+    runs = [run.label for run in found.runs if not run.warm_up]
+    assert Counter(runs) == dict.fromkeys(cells, 2)
+    assert runs != list(cells) * 2
+    summary = finish(found, tmp_path)
+    rates = {cell.label: cell.tokens_per_s.mean for cell in summary.cells}
+    assert list(rates) == list(cells)
+    assert rates["plain, fp16 target"] < 0.6 * rates["plain"]
+    slow = next(cell for cell in summary.cells if cell.label == "plain, fp16 target")
+    assert slow.precision == "fp16 target"
+    assert slow.speedup is not None
+    assert slow.speedup.mean == pytest.approx(rates["plain, fp16 target"] / rates["plain"], rel=0.02)
+    costs = [sweep_costs(found, label) for label in ("plain", "plain, fp16 target")]
+    assert costs[1] > 1.5 * costs[0], "a planner of one precision knows nothing of another's rounds"
+
+
+def sweep_costs(trace: ProfileTrace, label: str) -> float:
+    """Mean seconds of a forward in the rounds of a setting."""
+    numbers = {run.run for run in trace.runs if run.label == label and not run.warm_up}
+    return float(np.mean([line.verify_s for line in trace.rounds if line.run in numbers]))
+
+
+def test_a_precision_of_the_draft_concerns_what_the_draft_model_does() -> None:
+    found = cells_of(Options(ks=(2, "auto")), ["lookup", "model"], ["int8 draft"])
+    others = [(cell.drafter, cell.k) for cell in found if cell.precision]
+    assert others == [("model", 2), (None, "auto")]
 
 
 def test_the_same_seed_gives_the_same_trace_and_another_another_order(tmp_path: Path) -> None:

@@ -23,11 +23,12 @@ from outrider.cli.options import (
     refuse_loading,
     telemetry_option,
 )
-from outrider.errors import UsageError
+from outrider.errors import OutriderError, UsageError
 
 if TYPE_CHECKING:
     from outrider.power.report.profile_trace import ProfileTrace
     from outrider.power.report.summary import Summary
+    from outrider.runtime.pipeline import Pipeline
     from outrider.runtime.profiling.profile import Options
     from outrider.runtime.profiling.rig import Rig
 
@@ -89,6 +90,13 @@ OBJECTIVES = ("latency", "energy", "balanced")
     help="Let auto choose for this; may be given several times (default: latency).",
 )
 @click.option(
+    "--precisions",
+    type=click.Choice(["all", "first"]),
+    default="all",
+    show_default=True,
+    help="Sweep every precision of a role that the bundle holds and this machine can run, or the preferred one.",
+)
+@click.option(
     "--ambient",
     "ambient_c",
     type=FiniteRange(),
@@ -147,12 +155,12 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
         return
     refuse_existing(folder / TRACE, overwrite)
     with ExitStack() as stack:
-        rig, telemetry = _rig(bundle, options, stack), options.pop("telemetry")
+        (rig, precisions), telemetry = _rig(bundle, options, stack), options.pop("telemetry")
         rig = rig if telemetry is None else rig.played_back(telemetry)
         wanted = _options(rig, options)
         if not rig.simulated:
             stack.enter_context(rig.monitor)
-        trace = profile(rig, wanted, folder, version("outrider"), bar)
+        trace = profile(rig, wanted, folder, version("outrider"), bar, precisions)
         bar.close()
     _finish(trace, folder, as_json_text)
     if trace.partial:
@@ -170,8 +178,8 @@ def _finish(trace: ProfileTrace, folder: Path, as_json_text: bool) -> None:
     print_json(summary) if as_json_text else _print(summary, folder)
 
 
-def _rig(bundle: Path | None, options: dict[str, Any], stack: ExitStack) -> Rig:
-    """The machine and models that the options name."""
+def _rig(bundle: Path | None, options: dict[str, Any], stack: ExitStack) -> tuple[Rig, dict[str, Rig]]:
+    """The machine and models that the options name, and the bundle's other precisions."""
     name, acceptance = options.pop("device"), options.pop("acceptance")
     ambient_c, seed = options.pop("ambient_c"), options["seed"]
     if bundle is None and acceptance is None:
@@ -187,14 +195,42 @@ def _rig(bundle: Path | None, options: dict[str, Any], stack: ExitStack) -> Rig:
     )
 
 
-def _real(bundle: Path, ambient_c: float | None, options: dict[str, Any], stack: ExitStack) -> Rig:
+def _real(
+    bundle: Path, ambient_c: float | None, options: dict[str, Any], stack: ExitStack
+) -> tuple[Rig, dict[str, Rig]]:
     from outrider.runtime.profiling.provenance import merged, of_bundle, of_machine
     from outrider.runtime.profiling.rig import host_rig
 
     threads = options["threads"]
-    pipeline = stack.enter_context(open_pipeline(bundle, loading_from(options), governor=False))
+    pipelines, notes = _pipelines(bundle, options, stack)
+    rigs = {name: host_rig(pipeline) for name, pipeline in pipelines.items()}
     noted = {} if ambient_c is None else {"ambient": f"{ambient_c:g} °C, as told"}
-    return replace(host_rig(pipeline), provenance=merged(of_machine(threads), noted, of_bundle(pipeline)))
+    about = merged(of_machine(threads), noted, of_bundle(pipelines[""]), _others(pipelines))
+    return replace(rigs.pop(""), provenance=about, notes=notes), rigs
+
+
+def _pipelines(
+    bundle: Path, options: dict[str, Any], stack: ExitStack
+) -> tuple[dict[str, Pipeline], tuple[str, ...]]:
+    """The bundle as it prefers to run ("") and in its other precisions, all loaded; and why one is not."""
+    from outrider.runtime.profiling.precisions import other_precisions
+
+    loading, sweep = loading_from(options), options.pop("precisions") == "all"
+    first = stack.enter_context(open_pipeline(bundle, dict(loading), governor=False))
+    found, notes = {"": first}, []
+    for precision in other_precisions(first, loading) if sweep else ():
+        try:
+            pipeline = open_pipeline(bundle, {**loading, **precision.options}, governor=False)
+        except OutriderError as error:
+            notes.append(f"{precision.name} is in the bundle, but was not swept: {error}")
+        else:
+            found[precision.name] = stack.enter_context(pipeline)
+    return found, tuple(notes)
+
+
+def _others(pipelines: dict[str, Pipeline]) -> dict[str, str]:
+    names = ", ".join(name for name in pipelines if name)
+    return {"other precisions": names} if names else {}
 
 
 def _simulated(
@@ -205,7 +241,7 @@ def _simulated(
     seed: int,
     options: dict[str, Any],
     stack: ExitStack,
-) -> Rig:
+) -> tuple[Rig, dict[str, Rig]]:
     from outrider.runtime.profiling.provenance import merged, of_bundle, of_device
     from outrider.runtime.profiling.rig import bundle_rig, trace_rig
     from outrider.targets.device import load_device
@@ -216,14 +252,19 @@ def _simulated(
     machine = Machine(device, ambient_c, seed)
     about = of_device(device, ambient_c, seed)
     if bundle is not None:
-        pipeline = stack.enter_context(open_pipeline(bundle, loading_from(options), governor=False))
-        rig = bundle_rig(device, pipeline, machine, seed=seed)
-        return replace(rig, provenance=merged(about, of_bundle(pipeline)))
+        pipelines, notes = _pipelines(bundle, options, stack)
+        rigs = {
+            name: bundle_rig(device, pipeline, machine, seed=seed, placed=bool(name))
+            for name, pipeline in pipelines.items()
+        }
+        about = merged(about, of_bundle(pipelines[""]), _others(pipelines))
+        return replace(rigs.pop(""), provenance=about, notes=notes), rigs
     assert acceptance is not None, "one of the two is there"
+    del options["precisions"]  # an acceptance trace has no weights
     refuse_loading(options, "--acceptance")
     texts = {"texts": f"acceptance trace {acceptance.name}, models' sizes as of Qwen2.5-Coder 1.5B and 0.5B"}
     rig = trace_rig(device, read_acceptance(acceptance), machine, seed=seed)
-    return replace(rig, provenance=merged(about, texts))
+    return replace(rig, provenance=merged(about, texts)), {}
 
 
 def _options(rig: Rig, options: dict[str, Any]) -> Options:

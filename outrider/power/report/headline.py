@@ -43,7 +43,8 @@ def _answer(summary: Summary) -> str:
     opening = f"Within {bounds} this pair {verb}" if bounds else f"This pair {verb}"
     if best is plain:
         return f"{opening} {_rate(plain)} without speculation{_best_draft(able, plain)}."
-    return f"{opening} {_rate(best)} at {_setting(best)}; without speculation {_beside(plain, best)}."
+    other = "plain decoding as the bundle prefers" if best.k == "0" else "without speculation"
+    return f"{opening} {_rate(best)} at {_setting(best)}; {other} {_beside(plain, best)}."
 
 
 def _bounds(summary: Summary) -> str:
@@ -62,10 +63,13 @@ def _rate(cell: Cell) -> str:
 
 
 def _setting(cell: Cell) -> str:
+    precision = f", {cell.precision}" if cell.precision else ""
+    if cell.k == "0":
+        return f"plain decoding{precision}"
     k = f"k = {cell.k}" + (f" (on average {cell.mean_k:.1f})" if cell.k == "auto" and cell.mean_k else "")
     who = f" with {cell.drafter}" if cell.drafter else ""
     what = f", for {cell.objective}" if cell.objective not in (None, "latency") else ""
-    return k + who + what
+    return k + who + what + precision
 
 
 def _beside(plain: Cell | None, best: Cell) -> str:
@@ -92,8 +96,7 @@ def _thriftiest(summary: Summary) -> str:
     if not able:
         return ""
     joules, best = min(able, key=lambda pair: pair[0])
-    where = "plain decoding" if best.label == "plain" else _setting(best)
-    return f" The fewest joules a token: {joules:.2g} J, at {where}."
+    return f" The fewest joules a token: {joules:.2g} J, at {_setting(best)}."
 
 
 def notes(summary: Summary) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ __all__ = [
     "RunEnergy",
     "Sample",
     "Settings",
+    "label_of",
     "read_profile",
 ]
 
@@ -118,6 +119,12 @@ class RunEnergy:
     edge_j: float | None = None
 
 
+def label_of(drafter: str | None, k: str, objective: str | None, precision: str | None) -> str:
+    """The name of a setting; `plain` alone is plain decoding in the precision that the bundle prefers."""
+    name = "plain" if drafter is None and k == "0" else f"{drafter or 'any'} k={k}"
+    return " ".join([name, *([objective] if objective else [])]) + (f", {precision}" if precision else "")
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of a cell: decoding text after text for a while.
@@ -147,14 +154,12 @@ class Run:
     cooled: bool | None = None
     start_c: float | None = None
     energy: RunEnergy | None = None
+    precision: str | None = None  # such as "8da4w target"; None: what the bundle prefers
 
     @property
     def label(self) -> str:
         """The name of the cell."""
-        if self.drafter is None and self.k == "0":
-            return "plain"
-        name = f"{self.drafter or 'any'} k={self.k}"
-        return name if self.objective is None else f"{name} {self.objective}"
+        return label_of(self.drafter, self.k, self.objective, self.precision)
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -63,6 +63,7 @@ def _cell(runs: Sequence[Run], trace: ProfileTrace, plain: Mapping[int, float]) 
         drafter=first.drafter,
         k=first.k,
         objective=first.objective,
+        precision=first.precision,
         tokens_per_s=rate,
         tokens=sum(run.tokens for run in runs),
         seconds=sum(run.end_s - run.begin_s for run in runs),

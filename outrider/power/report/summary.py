@@ -51,6 +51,7 @@ class Cell:
     holds_cap: bool | None = None
     holds_limit: bool | None = None
     stage_j_per_token: Mapping[str, float] | None = None
+    precision: str | None = None  # such as "8da4w target"; None: what the bundle prefers
 
     @property
     def allowed(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from outrider.power.report.profile_trace import (
     Run,
     Sample,
     Settings,
+    label_of,
     read_profile,
 )
 from outrider.power.report.summarise import summarise
@@ -55,11 +56,15 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Cell:
-    """A way to draft: a fixed k with one drafter, or "auto" with any, for an objective."""
+    """A way to draft: a fixed k with one drafter, or "auto" with any, for an objective.
+
+    `precision` names another rig of the sweep; None: the first, with the graphs that the bundle prefers.
+    """
 
     k: int | Literal["auto"]
     drafter: str | None = None
     objective: Literal["latency", "energy", "balanced"] | None = None
+    precision: str | None = None
 
 
 PLAIN = Cell(0)
@@ -107,10 +112,11 @@ class Options:
         return Policy(power_cap_w=self.power_cap_w, temp_limit_c=self.temp_limit_c)
 
 
-def cells_of(options: Options, known: Sequence[str]) -> list[Cell]:
+def cells_of(options: Options, known: Sequence[str], precisions: Sequence[str] = ()) -> list[Cell]:
     """The cells of a sweep: plain decoding first, every fixed k with each drafter, auto for each objective.
 
-    Raises UsageError for a drafter that is not among `known`.
+    All of them again for each other precision; there those alike that the precision of a draft does not touch
+    (plain, lookup) are left out. Raises UsageError for a drafter that is not among `known`.
     """
     for name in options.drafters:
         if name not in known:
@@ -123,19 +129,32 @@ def cells_of(options: Options, known: Sequence[str]) -> list[Cell]:
             cells += [Cell("auto", only, objective) for objective in options.objectives]
         elif k > 0:
             cells += [Cell(k, name) for name in drafters]
-    return list(dict.fromkeys(cells))
+    base = list(dict.fromkeys(cells))
+    others = [replace(cell, precision=name) for name in precisions for cell in base if _touches(name, cell)]
+    return base + others
+
+
+def _touches(precision: str, cell: Cell) -> bool:
+    return not precision.endswith(" draft") or cell.drafter == "model" or cell.k == "auto"
 
 
 def profile(
-    rig: Rig, options: Options, folder: Path, tool_version: str, progress: Progress | None = None
+    rig: Rig,
+    options: Options,
+    folder: Path,
+    tool_version: str,
+    progress: Progress | None = None,
+    precisions: Mapping[str, Rig] | None = None,
 ) -> ProfileTrace:
     """Sweep, and write `profile.jsonl` into `folder`, line by line; returns what was written.
 
+    `precisions` are rigs of the same bundle on the same machine with other graphs, by name; their runs are mixed
+    with the others'.
     An interrupt (Ctrl-C) ends it early: what was measured is kept, and the trace says that it is partial.
     Raises UsageError for a drafter that is not there, and on a real machine for a cap or a limit that nothing
     measures; ProfileError when the disk is full.
     """
-    cells = cells_of(options, list(rig.drafters))
+    cells = cells_of(options, list(rig.drafters), list(precisions or ()))
     if not rig.simulated:
         _refuse_unmeasurable(rig, options.policy)
     _make(folder)
@@ -152,7 +171,7 @@ def profile(
     )
     header = Header(settings, tool_version, rig.provenance, rig.simulated)
     with ProfileWriter(folder / TRACE, header) as writer:
-        _Sweep(rig, options, cells, run_s, writer, progress).run()
+        _Sweep(rig, precisions or {}, options, cells, run_s, writer, progress).run()
     return read_profile(folder / TRACE)
 
 
@@ -186,10 +205,7 @@ def _make(folder: Path) -> None:
 
 
 def _label(cell: Cell) -> str:
-    if cell.k == 0:
-        return "plain"
-    name = f"{cell.drafter or 'any'} k={cell.k}"
-    return name if cell.objective is None else f"{name} {cell.objective}"
+    return label_of(cell.drafter, str(cell.k), cell.objective, cell.precision)
 
 
 class _Sweep:
@@ -198,6 +214,7 @@ class _Sweep:
     def __init__(
         self,
         rig: Rig,
+        precisions: Mapping[str, Rig],
         options: Options,
         cells: Sequence[Cell],
         run_s: float,
@@ -206,10 +223,15 @@ class _Sweep:
     ) -> None:
         self.rig, self.options, self.cells, self.run_s = rig, options, cells, run_s
         self.writer, self.progress = writer, progress
+        shared = {"monitor": rig.monitor, "clock": rig.clock, "sleep": rig.sleep}
+        self.rigs: dict[str | None, Rig] = {None: rig}
+        self.rigs |= {name: replace(other, **shared) for name, other in precisions.items()}  # type: ignore[arg-type]
         self.meter = RunMeter(rig)
         self.runs = 0
         self.start_c: float | None = None
-        self.costs: dict[str, object] = {}  # that planners have measured so far
+        self.costs: dict[
+            str | None, dict[str, object]
+        ] = {}  # that planners have measured so far, by precision
         self._zero_s = rig.clock()
         self._last: Sample | None = None
         if rig.machine is not None:  # sensors are read while a forward runs, as a monitor's thread does
@@ -256,7 +278,8 @@ class _Sweep:
         if self.options.warm_up_s <= 0:
             return
         self._tell("warming up", 0.0)
-        cells = [PLAIN, *(Cell(2, name) for name in self.rig.drafters)]
+        first = [PLAIN, *(Cell(2, name) for name in self.rig.drafters)]
+        cells = [replace(cell, precision=name) for name in self.rigs for cell in first]
         for cell in cells:
             self._decode(cell, 0, self.options.warm_up_s / len(cells), warm_up=True)
 
@@ -303,7 +326,7 @@ class _Sweep:
 
     def planner(self, cell: Cell) -> Planner:
         """A planner that starts from the costs seen so far, and from no acceptance at all."""
-        return Planner(dict(self.costs), Objective(cell.objective or "latency"))
+        return Planner(dict(self.costs.get(cell.precision, {})), Objective(cell.objective or "latency"))
 
     def now(self) -> float:
         """Seconds since the profile began."""
@@ -339,7 +362,8 @@ class _RunCounter:
     """What one run counts while it goes on."""
 
     def __init__(self, sweep: _Sweep, cell: Cell, repeat: int, warm_up: bool, cooled: bool | None) -> None:
-        rig, options = sweep.rig, sweep.options
+        rig, options = sweep.rigs[cell.precision], sweep.options
+        self._rig = rig
         self.sweep, self.cell, self.repeat, self.warm_up, self.cooled = sweep, cell, repeat, warm_up, cooled
         self.whole = True
         self.start_c = sweep._sample(rig.monitor.poll()).hottest_c
@@ -378,7 +402,7 @@ class _RunCounter:
                 begin = end
                 if self.elapsed_s >= seconds:
                     break
-        self.sweep.costs = dict(self._planner.to_dict())
+        self.sweep.costs[self.cell.precision] = dict(self._planner.to_dict())
 
     def _count(self, done: Round, text: Text, begin: float, end: float, pause_s: float) -> None:
         if done.stats.rounds == 1:
@@ -420,12 +444,15 @@ class _RunCounter:
     def line(self) -> Run:
         """The run's line in the trace; ends its energy window."""
         counts, end_s = self._counts, self.sweep.now()
-        energy = self.sweep.meter.end(self._work, tail=self.whole, warm_up=self.warm_up)
+        energy = self.sweep.meter.end(
+            self._work, tail=self.whole, warm_up=self.warm_up, model=self._rig.energy_model
+        )
         return Run(
             run=self.sweep.runs,
             drafter=self.cell.drafter,
             k=str(self.cell.k),
             objective=self.cell.objective,
+            precision=self.cell.precision,
             repeat=self.repeat,
             begin_s=self.begin_s,
             end_s=end_s,

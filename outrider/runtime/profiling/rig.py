@@ -238,9 +238,22 @@ def host_rig(pipeline: Pipeline, device: Device | None = None) -> Rig:
     )
 
 
-def bundle_rig(device: Device, pipeline: Pipeline, machine: Machine, *, seed: int = 0) -> Rig:
-    """A rig that runs a loaded bundle for its tokens, and a simulated machine for time, energy and heat."""
+def bundle_rig(
+    device: Device, pipeline: Pipeline, machine: Machine, *, seed: int = 0, placed: bool = False
+) -> Rig:
+    """A rig that runs a loaded bundle for its tokens, and a simulated machine for time, energy and heat.
+
+    Those are of the graphs that the bundle prefers, or, `placed`, of the ones that were loaded here.
+    """
     costs = {role: model_cost(entry.by_preference()[0]) for role, entry in _roles(pipeline).items()}
+    if placed:
+        graphs = {one.role: (one.path, one.unit) for one in pipeline.placement}
+        costs |= {
+            role: model_cost(graph)
+            for role, entry in _roles(pipeline).items()
+            for graph in entry.graphs
+            if graphs.get(role) == (graph.path, graph.unit)
+        }
     drafters = dict(pipeline.engine.drafters)
     drafter = drafters.get("model")
     if isinstance(drafter, ModelDrafter):

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from outrider.contracts import Energy
-from outrider.power.energy import Activity, stage_estimates
+from outrider.power.energy import Activity, EnergyModel, stage_estimates
 from outrider.power.meter import Measured, Meter, Window
 from outrider.power.report.profile_trace import RunEnergy
 from outrider.power.stages import Drafted, split_stages, wasted
@@ -79,11 +79,18 @@ class RunMeter:
         """Begin a window."""
         self._meter.begin("run")
 
-    def end(self, work: RunWork | None = None, tail: bool = True, warm_up: bool = False) -> RunEnergy | None:
+    def end(
+        self,
+        work: RunWork | None = None,
+        tail: bool = True,
+        warm_up: bool = False,
+        model: EnergyModel | None = None,
+    ) -> RunEnergy | None:
         """The joules since `begin`, and of the stages of `work`; None where nothing tells them.
 
         With a `tail` it rests until a sensor has spoken once more, so that the last moments count too. What a
-        `warm_up` took, or rest (no `work`), says nothing of whether runs have joules (`why_none`).
+        `warm_up` took, or rest (no `work`), says nothing of whether runs have joules (`why_none`). `model` is of what
+        ran, where that is not what the rig runs.
         """
         window = self._meter.end("run")
         if tail:
@@ -93,7 +100,7 @@ class RunMeter:
             self._why_none = measured.reason
             return None
         self._any |= work is not None and not warm_up
-        return self._energy(measured, window, work or RunWork())
+        return self._energy(measured, window, work or RunWork(), model or self._rig.energy_model)
 
     def why_none(self) -> str:
         """Why no run has joules; empty where one has."""
@@ -104,11 +111,11 @@ class RunMeter:
         for _ in self._rig.rest(min(max(periods), LONGEST_TAIL_S)):
             pass
 
-    def _energy(self, measured: Measured, window: Window, work: RunWork) -> RunEnergy:
+    def _energy(self, measured: Measured, window: Window, work: RunWork, model: EnergyModel) -> RunEnergy:
         budget, gross = measured.budget, measured.energy_j
         assert budget is not None, "a measured window has an error budget"
         assert gross is not None, "and joules"
-        joules, how = self._split(measured, window, work)
+        joules, how = self._split(measured, window, work, model)
         return RunEnergy(
             gross_j=gross,
             scope=budget.scope,
@@ -126,12 +133,12 @@ class RunMeter:
         )
 
     def _split(
-        self, measured: Measured, window: Window, work: RunWork
+        self, measured: Measured, window: Window, work: RunWork, model: EnergyModel
     ) -> tuple[dict[str, float], dict[str, str]]:
         """Joules by stage with what speculation lost of them, and how each was found."""
         if not work.stretches:
             return {}, {}
-        energy = self._rig.energy_model.energy(work.widths)
+        energy = model.energy(work.widths)
         estimates = None if energy is None else work.estimates(energy, window.seconds)
         stages = split_stages(measured, work.stretches, estimates, self._meter.energy_between)
         lost = wasted(stages, work.drafted, energy)
