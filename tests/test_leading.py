@@ -10,6 +10,7 @@ import pytest
 from outrider.contracts import Sampling, TopK, TopRows
 from outrider.runtime.leading import enough
 from outrider.runtime.lookup import LookupDrafter
+from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.rounds import Engine, Request
 from outrider.targets.cached_graph import top_rows
 from outrider.targets.fake import FakeDrafter, FakeGraph, blend_logits, random_logits
@@ -33,11 +34,13 @@ class Reducing(FakeGraph):
         return super().forward(*arguments, **options)
 
 
+QUALITY = blend_logits(LOGITS, random_logits(VOCAB, seed=2), 0.3)
+
+
 def rounds(graph: FakeGraph, sampling: Sampling, **options: Any) -> list[Any]:
-    guess = blend_logits(LOGITS, random_logits(VOCAB, seed=2), 0.3)
     drafters = {
         "lookup": LookupDrafter(min_ngram=1),
-        "tree": FakeDrafter(guess, (2, 1), "deterministic" if sampling.greedy else "iid"),
+        "tree": FakeDrafter(QUALITY, (2, 1), "deterministic" if sampling.greedy else "iid"),
     }
     request = Request(sampling, 40, **{"k": 4, "drafter": "tree", **options})
     return list(Engine(graph, drafters, vocab_limit=VOCAB - 1).decode(PROMPT, request))
@@ -65,6 +68,26 @@ def test_the_largest_logits_lead_to_the_text_and_margins_of_whole_rows(
     assert all(reduced.asked[place - 1] == TopK(TOP) for place in again)  # padding was among the largest
     assert len(again) < len(found) - 1  # and else they were enough
     assert TopK(TOP) not in whole.asked
+
+
+@pytest.mark.parametrize(
+    "ids", [None, [0, 2, 3, 4, 6, 7, 8, 9, 11, 12, 13, 15, 16]], ids=["whole", "trimmed"]
+)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.9, top_k=3, seed=5)], ids=["greedy", "top-k"]
+)
+def test_a_draft_is_the_same_from_its_largest_logits(sampling: Sampling, ids: list[int] | None) -> None:
+    columns = None if ids is None else np.array(ids)
+    proposed = []
+    for top in (TOP, 0):
+        graph = Reducing(VOCAB, logits=QUALITY, columns=columns)
+        graph.top = top
+        drafter = ModelDrafter(graph, VOCAB, vocab_ids=columns, known_ids=VOCAB)
+        target = Engine(FakeGraph(VOCAB, logits=LOGITS), {"model": drafter})
+        rounds = target.decode(PROMPT, Request(sampling, 40, k=4, drafter="model"))
+        proposed.append([(part.tokens, part.drafted) for part in rounds])
+        assert (TopK(TOP) in graph.asked) == (top > 0)
+    assert proposed[0] == proposed[1]
 
 
 @pytest.mark.parametrize(

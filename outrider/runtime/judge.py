@@ -16,11 +16,9 @@ from outrider.contracts import (
     Output,
     Proposal,
     Sampling,
-    TopK,
     TopRows,
 )
-from outrider.errors import BackendError
-from outrider.runtime.leading import enough, leading, named, needed
+from outrider.runtime.leading import forward_rows, leading, named, needed
 from outrider.runtime.sampling import (
     Distribution,
     Processor,
@@ -84,21 +82,8 @@ class Judge:
         mask: BoolArray | None,
         logits: LogitsRequest,
     ) -> tuple[Output, Float32Array | TopRows]:
-        """A forward, and its rows: only the largest logits of each where the graph picks them and they decide.
-
-        Where they turn out not to, as in a tie with what was left out, the forward runs again for whole rows.
-        """
-        every = logits == "all" or len(tokens) == 1
-        most = getattr(target, "top", 0)  # of graphs that reduce their rows on the device
-        if every and 0 < self.needed <= most:
-            output = target.forward(tokens, positions, mask, TopK(most))
-            rows = output.logits
-            if isinstance(rows, TopRows) and enough(rows, self.needed, target.vocab_size, self._limit):
-                return output, rows
-        output = target.forward(tokens, positions, mask, logits)
-        if not isinstance(output.logits, np.ndarray):
-            raise BackendError("the target returned no logits where rows were asked for")
-        return output, output.logits
+        """A forward of the target, and its rows as far as they are needed (`leading.forward_rows`)."""
+        return forward_rows(target, self.needed, self._limit, tokens, positions, mask, logits)
 
     def begin(self, rows: Float32Array | TopRows, position: int, proposal: Proposal) -> None:
         """Start a round: logits [1 + n, V] of anchor and drafts; `position` is that of the next token."""

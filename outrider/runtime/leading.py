@@ -5,12 +5,25 @@ The result is the one that the whole row gives, to the last bit: what was left o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from outrider.contracts import Float32Array, IntArray, Sampling, TopRows
+from outrider.contracts import (
+    BoolArray,
+    Float32Array,
+    Graph,
+    IntArray,
+    LogitsRequest,
+    Output,
+    Sampling,
+    TopK,
+    TopRows,
+)
+from outrider.errors import BackendError
 from outrider.runtime.sampling import Distribution
 
-__all__ = ["enough", "leading", "named", "needed"]
+__all__ = ["enough", "forward_rows", "leading", "named", "needed"]
 
 
 def needed(sampling: Sampling) -> int:
@@ -18,6 +31,32 @@ def needed(sampling: Sampling) -> int:
     if sampling.greedy:
         return 2
     return sampling.top_k + 1 if sampling.top_k else 0  # the first that is cut tells how near the cut was
+
+
+def forward_rows(
+    graph: Graph,
+    wanted: int,
+    vocab_limit: int,
+    tokens: Sequence[int] | IntArray,
+    positions: IntArray | None = None,
+    mask: BoolArray | None = None,
+    logits: LogitsRequest = "last",
+) -> tuple[Output, Float32Array | TopRows]:
+    """A forward and its rows: only the largest logits of each where the graph picks them itself and they decide.
+
+    `wanted` as from `needed`. Where they turn out not to decide, the forward runs again for whole rows. Raises
+    BackendError for a graph that returns no rows.
+    """
+    most = getattr(graph, "top", 0)  # of graphs that reduce their rows on the device
+    if (logits == "all" or len(tokens) == 1) and 0 < wanted <= most:
+        output = graph.forward(tokens, positions, mask, TopK(most))
+        rows = output.logits
+        if isinstance(rows, TopRows) and enough(rows, wanted, graph.vocab_size, vocab_limit):
+            return output, rows
+    output = graph.forward(tokens, positions, mask, logits)
+    if not isinstance(output.logits, np.ndarray):
+        raise BackendError("the graph returned no logits where rows were asked for")
+    return output, output.logits
 
 
 def enough(rows: TopRows, wanted: int, vocab_size: int, vocab_limit: int) -> bool:

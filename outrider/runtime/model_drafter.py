@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
 import numpy as np
 
-from outrider.contracts import Float32Array, Graph, IntArray, Output, Proposal, Sampling
+from outrider.contracts import Float32Array, Graph, IntArray, Output, Proposal, Sampling, TopRows
 from outrider.errors import BackendError, UsageError
 from outrider.runtime.context import common_prefix
+from outrider.runtime.leading import forward_rows, leading, named, needed
 from outrider.runtime.sampling import Distribution, Processor, distribution, draw, least_probability
 from outrider.runtime.uniforms import Uniforms
 
@@ -227,7 +229,9 @@ class ModelDrafter:
                     processor.push(chain.tokens[-1])
                 row = self._run(chain.tokens[-1:] or chain.head)
                 place = chain.start + len(chain.tokens)
-                choice = None if row is None else self._choose(processor.row(row), sampling, chain.rng, place)
+                if isinstance(row, np.ndarray):
+                    row = processor.row(row)
+                choice = None if row is None else self._choose(row, sampling, chain.rng, place)
                 if choice is None:
                     chain.ended = True
                     return
@@ -293,36 +297,55 @@ class ModelDrafter:
         """Tokens to keep when the cache is filled anew: all that fit, or half of the context."""
         return needed if needed <= self.graph.max_context else max(1, self.graph.max_context // 2)
 
-    def _run(self, tokens: Sequence[int]) -> Float32Array | None:
-        """Run tokens behind the cache; the logits [V] after the last, None when the draft lacks an id."""
+    def _run(self, tokens: Sequence[int]) -> Float32Array | TopRows | None:
+        """Run tokens behind the cache; the logits [V] after the last, or the largest; None for an unknown id."""
         if max(tokens) >= self.known_ids:
             return None
-        output = None
+        rows: Float32Array | TopRows | None = None
         for start in range(0, len(tokens), self._chunk):
             final = start + self._chunk >= len(tokens)
-            output = self._extend(tokens[start : start + self._chunk], "last" if final else "none")
-        if output is None or not isinstance(output.logits, np.ndarray):
-            raise BackendError("the draft returned no logits where the last row was asked for")
-        last: Float32Array = output.logits[-1]
-        return last
+            rows = self._extend(tokens[start : start + self._chunk], "last" if final else "none")
+        return rows[-1] if isinstance(rows, np.ndarray) else rows
 
-    def _extend(self, tokens: Sequence[int], logits: Literal["last", "none"]) -> Output:
+    def _extend(
+        self, tokens: Sequence[int], logits: Literal["last", "none"]
+    ) -> Float32Array | TopRows | None:
         """One forward over tokens that stay in the cache; the list goes first, so that an interrupt is seen later."""
-        output = self.graph.forward(tokens, logits=logits)
+        rows: Float32Array | TopRows | None = None
+        if logits == "none":
+            self.graph.forward(tokens, logits="none")
+        else:
+            limit = self.vocab_limit if self.vocab_ids is None else len(self.vocab_ids)
+            _, rows = forward_rows(self.graph, self._needed, limit, tokens)
         self._cached.extend(tokens)
         self.graph.commit(range(len(tokens)))
-        return output
+        return rows
+
+    @property
+    def _needed(self) -> int:
+        """How many of the largest logits decide a draft; 0 where whole rows do."""
+        if self._sampling is None or self._processor is None or self._processor.edits:
+            return 0
+        return needed(self._sampling)
 
     def _choose(
-        self, row: Float32Array, sampling: Sampling, rng: np.random.Generator, position: int
+        self, row: Float32Array | TopRows, sampling: Sampling, rng: np.random.Generator, position: int
     ) -> tuple[int, Distribution] | None:
         """The next drafted column and the columns it was drawn from; None below the confidence."""
+        ids: IntArray | None = None
+        if isinstance(row, TopRows):
+            if sampling.greedy:
+                sure = math.exp(row.values[0, 0] - row.logsumexp[0]) >= self.min_confidence
+                return (int(row.ids[0, 0]), _ONE) if sure else None
+            ids, row = leading(row, 0, self._needed)
         if self.vocab_ids is not None and row.max(initial=-np.inf) == -np.inf:
             return None  # every token of a trimmed head is banned: the target has others
         if sampling.greedy:
             token, sure = least_probability(row, self.min_confidence)
             return (token, _ONE) if sure else None
         chances = distribution(row, sampling)
+        if ids is not None:
+            chances = named(chances, ids)
         if chances.probs.max() < self.min_confidence:
             return None
         shared = sampling.mode == "match"
