@@ -71,3 +71,15 @@ def test_a_fixed_k_is_its_users_whatever_the_prompt_costs() -> None:
     rounds, draft, _ = decoded(2, 0.0145, 0.0033)
     assert draft.forwards[0] == 400
     assert all(part.plan.k == 2 for part in rounds[1:-1])
+
+
+def test_a_short_prompt_is_not_in_the_price_of_a_step_either() -> None:
+    clock = VirtualClock()
+    costs_s = {1: 0.004, 6: 0.024}
+    target = FakeGraph(VOCAB, 1024, logits=LOGITS, costs_s=VERIFY_S, clock=clock)
+    draft = FakeGraph(VOCAB, 1024, logits=LOGITS, costs_s=costs_s, clock=clock)
+    engine = Engine(target, {"model": ModelDrafter(draft, min_confidence=0.0)}, clock=clock)
+    rounds = engine.decode(PROMPT[:5], Request(max_new_tokens=48))
+    while not engine.planner.costs.draft_s:
+        next(rounds)
+    assert engine.planner.costs.draft_s["model"] <= 0.0065  # a step of 4 ms, and a first one with more tokens

@@ -621,7 +621,7 @@ def test_auto_overlaps_on_units_apart_and_nowhere_else() -> None:
         made, _ = timed(0.1, 1.0, 1.0, apart=apart)
         rounds = list(made.decode(PROMPT, Request(max_new_tokens=150, drafter="model")))
         assert (rounds[-1].stats.overlapped_rounds > 10) == expected
-        assert any(part.plan.mode == "serial" for part in rounds)
+        assert any(part.plan.mode == "serial" for part in rounds) or expected
 
 
 def test_a_directive_that_forbids_to_overlap_leaves_no_way_round_it() -> None:

@@ -14,6 +14,7 @@ from outrider.runtime.planner import Planner
 __all__ = ["CatchUp", "CatchingUp", "Caught"]
 
 LARGEST_PIECE = 512
+NO_MORE = 2  # tokens that a drafter has not seen after any round: a last draft and the bonus
 
 
 @runtime_checkable
@@ -65,12 +66,12 @@ class CatchingUp:
         sampling: Sampling,
         planner: Planner,
     ) -> bool:
-        """Let the planner know a draft step of those far behind, at the price of one; False where it knows.
+        """Let the planner know a draft step of those that are behind, at the price of one; False where it knows.
 
-        Without it their first draft would be measured, and that only after the whole prompt. `backlogs` is what each
-        has not seen.
+        Without it their first draft would be measured, with a prompt in it, and that only after all of it. `backlogs`
+        is what each has not seen.
         """
-        far = [name for name, n in backlogs.items() if name in self._drafters and n > FAR_BEHIND]
+        far = [name for name, n in backlogs.items() if name in self._drafters and n > NO_MORE]
         wanted = [name for name in far if planner.wants_price(name)]
         for name in wanted:
             ran, seconds = self._run(name, context, 1, sampling, 1, caught)
