@@ -80,13 +80,15 @@ def check_bundle(
     """
     tell = progress or (lambda stage, part: None)
     tell("hashes", 0.0)
+    governed = loading.get("telemetry") is not None
+    if not governed:
+        loading["governor"] = False  # a proof waits for no sensor
     with load(directory, verify="full", **loading) as pipeline:
         graphs = _check_graphs(directory, pipeline, quick, loading.get("threads"), tell)
         problems = [f"{_name(graph, graphs)}: {problem}" for graph in graphs for problem in graph.problems]
         texts: list[TextCheck] = []
         if not any(graph.problems and graph.via is None for graph in graphs):
             try:
-                governed = loading.get("telemetry") is not None
                 noise = _width_noise(graphs, pipeline)
                 texts = _check_texts(pipeline, max_tokens, noise, quick, governed, tell)
             except BackendError as error:
