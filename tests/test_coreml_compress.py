@@ -68,7 +68,7 @@ def raw_of(weight: np.ndarray, kind: str) -> RawBlocks:
     [
         ("fp16", 3e-4, 16),
         ("int8", 0.02, 8.2),
-        ("lut6", 0.04, 6.6),
+        ("lut6", 0.04, 7.1),
         ("lut4", 0.12, 4.3),
         ("int4-b32", 0.11, 4.51),
         ("int4-b32-asym", 0.1, 4.7),
@@ -286,7 +286,7 @@ def test_names_of_schemes_are_read_back(text: str) -> None:
 
 def test_short_names_have_defaults() -> None:
     assert parse_coreml_scheme("lut4") == Palette(4, 8)
-    assert parse_coreml_scheme("lut6") == Palette(6, 16)
+    assert parse_coreml_scheme("lut6") == Palette(6, 8)
     assert parse_coreml_scheme("int4") == Blocks(4, 32)
 
 
@@ -300,7 +300,7 @@ def test_overrides_win_by_their_order_and_need_both_halves() -> None:
     overrides = parse_coreml_overrides("layers.0.*=int8, layers.*.down=lut6,head=fp16")
     recipe = with_coreml_overrides(coreml_recipe("lut4"), overrides)
     assert recipe.scheme_for("layers.0.down") == Blocks(8)
-    assert recipe.scheme_for("layers.1.down") == Palette(6, 16)
+    assert recipe.scheme_for("layers.1.down") == Palette(6, 8)
     assert recipe.scheme_for("layers.1.qkv") == Palette(4, 8)
     assert recipe.scheme_for("head") is None
     with pytest.raises(UsageError, match="not pattern=scheme"):

@@ -256,7 +256,7 @@ def test_head_of_some_rows_is_split_into_pieces(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "after", "share", "near"), [("int8", "int8", 0.55, 0.03), ("lut6", "lut6-g16", 0.85, 0.12)]
+    ("recipe", "after", "share", "near"), [("int8", "int8", 0.55, 0.03), ("lut6", "lut6-g8", 0.85, 0.12)]
 )
 def test_compressed_weights_are_smaller_and_near(  # tables of 64 values weigh much in so small a model
     recipe: str,
@@ -279,8 +279,8 @@ def test_a_mixed_recipe_keeps_the_slots_wide_that_cost_most(weights: SlotWeights
     mixed = replace(coreml_recipe("lut4-mix"), max_damage=0.005)
     lowered = lower(weights, tmp_path, mixed, calibration=TEXTS, widths=(2,))
     kinds = {slot.slot: slot.after for slot in lowered.slots if slot.slot.startswith("layers")}
-    assert set(kinds.values()) == {"lut4-g8", "lut6-g16"}
-    assert lowered.notes["overrides"] == {slot: kind for slot, kind in kinds.items() if kind == "lut6-g16"}
+    assert set(kinds.values()) == {"lut4-g8", "lut6-g8"}
+    assert lowered.notes["overrides"] == {slot: kind for slot, kind in kinds.items() if kind == "lut6-g8"}
 
 
 def test_what_cannot_be_exported_is_refused(

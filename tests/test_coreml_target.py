@@ -265,9 +265,9 @@ def test_a_mixed_recipe_keeps_slots_wide_until_the_rest_costs_little(
     made = export(weights, tmp_path, strict, calibration=texts)
     kept = made.notes["overrides"]
     assert 1 <= len(kept) < 8
-    assert set(kept.values()) == {"lut6-g16"}
+    assert set(kept.values()) == {"lut6-g8"}
     after = {slot.slot: slot.after for slot in made.slots}
-    assert all(after[slot] == "lut6-g16" for slot in kept)
+    assert all(after[slot] == "lut6-g8" for slot in kept)
     with pytest.raises(UsageError, match="needs calibration text"):
         export(weights, tmp_path / "none", "lut4-mix")
 

@@ -187,14 +187,20 @@ def test_an_option_that_one_planned_graph_reads_is_taken(
 
 
 def test_a_palette_that_does_not_divide_a_weight_is_refused_before_any_work(
-    tiny_models: dict[str, Path], export_tiny: Callable[..., Any], tmp_path: Path
+    tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The tiny target has 328 ids, and lut6 gives every 16 rows of the head a palette."""
+    """The tiny target has 328 ids."""
     stages: list[str] = []
-    pair = (tiny_models["target"], "int8"), (tiny_models["target"], "int8")
-    options = {"device": "iphone-16-pro", "progress": lambda stage, part: stages.append(stage)}
+    target = RoleOptions(str(tiny_models["target"]), "int8")
+    asked = ExportOptions(
+        target,
+        tmp_path / "bundle",
+        draft=replace(target, coreml_overrides="head=lut6-g16"),
+        device="iphone-16-pro",
+        max_context=256,
+    )
     with pytest.raises(
         ExportError, match=r"head has 328 rows, and a palette for every 16 .* lut6-g<divisor>"
     ):
-        export_tiny(tmp_path / "bundle", *pair, **options)
+        export_bundle(asked, lambda stage, part: stages.append(stage))
     assert stages == []

@@ -35,6 +35,9 @@ __all__ = [
 ]
 
 PALETTE_BITS = (1, 2, 3, 4, 6, 8)  # index types of iOS 18
+PALETTE_ROWS = (
+    8  # share a table; fewer slow the Neural Engine down, and 16 cost SmolLM2 more than the 1 % of bytes
+)
 BLOCK_SIZES = (32, 64, 128)
 KNOWN = "fp16, lut4, lut6, lut4-g8 (rows that share a table), int8, int8-b32, int4-b32, int4-b32-asym"
 
@@ -125,7 +128,7 @@ def _recipe(
     return CoreMLRecipe(name, linear, head, head, wide=None if wide is None else LUT6, max_damage=wide)
 
 
-LUT4, LUT6, ROWS8, BLOCKS8 = Palette(4, 8), Palette(6, 16), Blocks(8), Blocks(8, 32)
+LUT4, LUT6, ROWS8, BLOCKS8 = Palette(4, PALETTE_ROWS), Palette(6, PALETTE_ROWS), Blocks(8), Blocks(8, 32)
 COREML_RECIPES: dict[str, CoreMLRecipe] = {
     recipe.name: recipe
     for recipe in (
@@ -167,7 +170,7 @@ def parse_coreml_scheme(text: str) -> CoreMLScheme | None:
         return None
     if match := re.fullmatch(r"lut(\d+)(?:-g(\d+))?", text):
         bits = int(match[1])
-        return Palette(bits, int(match[2]) if match[2] else 8 if bits <= 4 else 16)
+        return Palette(bits, int(match[2]) if match[2] else PALETTE_ROWS)
     if match := re.fullmatch(r"int([48])(?:-b(\d+))?(-asym)?", text):
         block = int(match[2]) if match[2] else 32 if match[1] == "4" else None
         return Blocks(cast(Literal[4, 8], int(match[1])), block, symmetric=match[3] is None)
