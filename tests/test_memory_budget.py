@@ -61,9 +61,9 @@ def plan(limit_mb: float | None = None, free_mb: float | None = None, **wishes: 
 @pytest.mark.parametrize(
     ("beyond_alone_mb", "draft", "context", "said"),
     [
-        (83, 2048, 2048, ()),
-        (62, 1024, 2048, ("the draft remembers 1024 of 2048 tokens",)),
-        (46, 256, 2048, ("the draft remembers 256 of 2048 tokens",)),
+        (98, 2048, 2048, ()),
+        (77, 1024, 2048, ("the draft remembers 1024 of 2048 tokens",)),
+        (61, 256, 2048, ("the draft remembers 256 of 2048 tokens",)),
         (1, None, 2048, ("the draft model is left out, n-gram lookup still drafts",)),
         (-36, None, 256, ("the draft model is left out", "the context is 256 of 2048 tokens")),
     ],
@@ -81,8 +81,23 @@ def test_the_next_smaller_plan_is_taken_and_said(
     assert (free.target, free.draft) == (found.target, found.draft)
 
 
+def test_prompts_are_read_in_shorter_chunks_before_the_draft_loses_anything() -> None:
+    """The shapes of SmolLM2-135M: a gate projection of 1,536 rows, found from the number of weights."""
+    changes: dict[str, Any] = {"prefill_width": 512, "options": {"hidden_size": 576}, "vocab_size": 49152}
+    shape = KvEntry("float32", "BHSD", 30, 3, 64)
+    model = graph("target.bin", 104, kv=shape, weights=134_479_872, **changes)
+    pair = {"target": model, "draft": model}
+    whole = choose_memory(pair, {}, Room(0.0, None, None))
+    assert whole.target.scratch_mb == pytest.approx(4e-6 * (512 * 10 * 1536 + 16 * 49152))
+    tight = Room(0.0, MemoryLimit(whole.peak_mb - 1, "of the memory limit"), None)
+    short = choose_memory(pair, {}, tight)
+    assert (short.chunk, short.draft and short.draft.context) == (128, 2048)
+    assert whole.peak_mb - short.peak_mb == pytest.approx(2 * 4e-6 * 384 * 10 * 1536)
+    assert short.notes[0].startswith("prompts are read 128 tokens at a time")
+
+
 def test_contexts_that_were_asked_for_are_kept_and_what_cannot_be_names_the_smallest_plan() -> None:
-    assert plan(ALONE_MB + 62, draft=2048).draft is None
+    assert plan(ALONE_MB + 77, draft=2048).draft is None
     assert plan(target=512).draft == plan(target=512, draft=1024).draft
     with pytest.raises(
         UsageError, match=r"into the 151 MB of the memory limit.*: 187 MB at most: .*2048 tokens"

@@ -60,6 +60,7 @@ def command(bundle: Path | None, adb: str | None, save: bool, as_json_text: bool
     Every source of telemetry is listed with its value, or with why it has none and what would change that.
     """
     from outrider.runtime.doctor import break_even, inspect_machine, inspect_telemetry, measure_costs
+    from outrider.runtime.memory_budget import held_mb
 
     if save and bundle is None:
         raise UsageError("--save keeps the costs of a BUNDLE; give one")
@@ -77,15 +78,18 @@ def command(bundle: Path | None, adb: str | None, save: bool, as_json_text: bool
         placement = [str(placed) for placed in pipeline.placement]
         costs = measure_costs(pipeline, progress=bar)
         bar.close()
+        resident = held_mb()
         table, saved = break_even(costs), None
         try:
             saved = _save(pipeline, costs) if save else None
         finally:  # a full disk must not cost what was measured
             if as_json_text:
                 found = {"machine": machine, "telemetry": telemetry, "placement": placement}
-                print_json({**found, "costs": costs, "break_even": table, "saved": saved})
+                memory = {"plan": pipeline.memory, "resident_mb": resident}
+                print_json({**found, "memory": memory, "costs": costs, "break_even": table, "saved": saved})
             else:
-                click.echo("\n".join(["", *placement, "", describe_costs(costs, table)]))
+                memory_line = f"memory: {pipeline.memory}; {resident:.0f} MB are resident now"
+                click.echo("\n".join(["", *placement, memory_line, "", describe_costs(costs, table)]))
     if saved and not as_json_text:
         click.echo(f"\nsaved to {saved}")
 

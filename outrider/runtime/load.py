@@ -17,7 +17,7 @@ from outrider.manifest import verify as verify_files
 from outrider.runtime.backends import BACKENDS, RoleOptions, why_passed_over
 from outrider.runtime.chat import ChatTemplate
 from outrider.runtime.lookup import LookupDrafter
-from outrider.runtime.memory_budget import MemoryPlan, choose_memory, room_here
+from outrider.runtime.memory_budget import CHUNK, MemoryPlan, choose_memory, room_here
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.open_pacer import Governing, open_pacer
 from outrider.runtime.pipeline import Pipeline
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "Placement", "RoleOptions", "draft_ids", "load", "open_role", "open_tokenizer"]
 
-DEFAULT_PREFILL = 512  # tokens of the prompt in one forward
 FLOAT_NOISE = 1e-3  # in logits
 
 _log = logging.getLogger(__name__)
@@ -148,14 +147,14 @@ def _assemble(
             return open_role(directory, "draft", manifest.roles["draft"], roles["draft"])[0]
 
         trimmed = _trimmed_head(directory, manifest, placement[-1]) if "draft" in roles else {}
-        drafters = _drafters(graphs.get("draft"), reopen, placement[-1], tokenizer, trimmed)
+        drafters = _drafters(graphs.get("draft"), reopen, _chunk(placement[-1], memory), tokenizer, trimmed)
         stack.callback(_close_drafters, drafters)
         machine = machine_line(placement, roles["target"].threads)
         engine = Engine(
             graphs["target"],
             drafters,
             vocab_limit=min(tokenizer.id_limit, graphs["target"].vocab_size),
-            prefill_chunk=placement[0].prefill_width or DEFAULT_PREFILL,
+            prefill_chunk=_chunk(placement[0], memory),
             near_tie=_near_tie(manifest),
             planner=Planner(known_costs(manifest, placement, machine)),
             pacer=pacer,
@@ -270,6 +269,12 @@ def _fit_memory(manifest: Manifest, roles: dict[str, RoleOptions], limit_mb: flo
     return plan
 
 
+def _chunk(placed: Placement, memory: MemoryPlan) -> int:
+    """Tokens of a prompt in one forward."""
+    width = placed.prefill_width or CHUNK
+    return min(width, memory.chunk) if placed.profile == "inplace" and memory.chunk < CHUNK else width
+
+
 def _close_drafters(drafters: Mapping[str, Drafter]) -> None:
     for drafter in drafters.values():
         close = getattr(drafter, "close", None)
@@ -364,14 +369,13 @@ def _trimmed_head(
 def _drafters(
     draft: Graph | None,
     reopen: Callable[[], Graph],
-    placed: Placement,
+    chunk: int,
     tokenizer: Tokenizer,
     trimmed: Mapping[str, Any],
 ) -> dict[str, Drafter]:
     """What can draft, the cheapest first: with a fixed k the first that has a proposal is asked."""
     drafters: dict[str, Drafter] = {"lookup": LookupDrafter()}
     if draft is not None:
-        chunk = placed.prefill_width or DEFAULT_PREFILL
         drafters["model"] = ModelDrafter(
             draft, tokenizer.id_limit, prefill_chunk=chunk, reopen=reopen, **trimmed
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from outrider.errors import UsageError
 from outrider.manifest import GraphEntry
@@ -18,9 +18,11 @@ from outrider.runtime.backends import held_context
 from outrider.targets.model_cost import KV_BYTES, resident_mb
 
 __all__ = [
+    "CHUNK",
     "CODE_MB",
     "LEAST_CONTEXT",
     "PROCESS_MB",
+    "SESSION_MB",
     "TOKENIZER_BYTES",
     "MemoryLimit",
     "MemoryPlan",
@@ -42,7 +44,12 @@ TOKENIZER_BYTES = 950.0
 weights, cache and process, 50 and 137 MB on the same machine."""
 LEAST_CONTEXT = 256  # tokens; a model that remembers less is of little use
 WIDEST_VERIFY = 16  # tokens of the widest verify forward
-CHUNK = 512  # tokens of the longest chunk of a prompt, where the graph does not say
+CHUNK = 512  # tokens of a prompt that are run at once, where the graph does not say
+SHORT_CHUNK = 128  # the same where memory is short: prompts take little longer
+SESSION_MB = 15.0  # of a second session, beyond its weights (measured); that of the first is in PROCESS_MB
+PROMPT_FLOATS = 10
+"""Floats for each row of a gate or up projection that a token of a prompt takes: SmolLM2-135M 10.2 (1,536 rows),
+Qwen2.5-Coder-1.5B 9.9 (8,960 rows), 0.5B 7.6 (4,864 rows), measured after a prompt in chunks of 512."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +90,16 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What is opened and what it takes; `notes` say what is smaller than it could be, so that it fits."""
+    """What is opened and what it takes; `notes` say what is smaller than it could be, so that it fits.
+
+    `chunk` is the most tokens of a prompt that are run at once.
+    """
 
     process_mb: float
     tokenizer_mb: float
     target: RoleMemory
     draft: RoleMemory | None
+    chunk: int = CHUNK
     notes: tuple[str, ...] = ()
 
     @property
@@ -142,7 +153,7 @@ class Room:
 def choose_memory(
     graphs: Mapping[str, GraphEntry], wishes: Mapping[str, int | None], room: Room
 ) -> MemoryPlan:
-    """The largest plan that fits: first the draft's context is halved, then it is left out, then the target's halved.
+    """The largest plan that fits: prompts in shorter chunks, the draft's context halved, no draft, the target's halved.
 
     `graphs` are those that will be opened, by role; `wishes` the contexts that were asked for, which are kept.
 
@@ -166,16 +177,18 @@ def choose_memory(
 def _smaller(
     graphs: Mapping[str, GraphEntry], wishes: Mapping[str, int | None], room: Room
 ) -> Iterator[MemoryPlan]:
-    """Plans from the largest to the smallest, without the one that was asked for."""
-    if "draft" in graphs and wishes.get("draft") is None:
-        for context in _halves(held_context(graphs["draft"], wishes.get("target"))):
-            yield _plan(graphs, {**wishes, "draft": context}, room)
+    """Plans in the order in which they are tried, without the one that was asked for; the last is the smallest."""
+    yield _plan(graphs, wishes, room, SHORT_CHUNK)
     alone = {"target": graphs["target"]}
     if "draft" in graphs:
+        if wishes.get("draft") is None:
+            for context in _halves(held_context(graphs["draft"], wishes.get("target"))):
+                yield _plan(graphs, {**wishes, "draft": context}, room, SHORT_CHUNK)
         yield _plan(alone, wishes, room)
+        yield _plan(alone, wishes, room, SHORT_CHUNK)
     if wishes.get("target") is None:
         for context in _halves(graphs["target"].max_context):
-            yield _plan(alone, {"target": context}, room)
+            yield _plan(alone, {"target": context}, room, SHORT_CHUNK)
 
 
 def _halves(context: int) -> Iterator[int]:
@@ -184,14 +197,17 @@ def _halves(context: int) -> Iterator[int]:
         yield context
 
 
-def _plan(graphs: Mapping[str, GraphEntry], wishes: Mapping[str, int | None], room: Room) -> MemoryPlan:
+def _plan(
+    graphs: Mapping[str, GraphEntry], wishes: Mapping[str, int | None], room: Room, chunk: int = CHUNK
+) -> MemoryPlan:
     target, draft = graphs["target"], graphs.get("draft")
     longest = wishes.get("target")
     return MemoryPlan(
         max(PROCESS_MB, room.held_mb + CODE_MB),
         1e-6 * TOKENIZER_BYTES * target.vocab_size,
-        _of_role("target", target, longest),
-        None if draft is None else _of_role("draft", draft, _least(wishes.get("draft"), longest)),
+        _of_role("target", target, longest, chunk),
+        None if draft is None else _of_role("draft", draft, _least(wishes.get("draft"), longest), chunk),
+        chunk,
     )
 
 
@@ -199,13 +215,24 @@ def _least(*contexts: int | None) -> int | None:
     return min((context for context in contexts if context is not None), default=None)
 
 
-def _of_role(role: str, graph: GraphEntry, wanted: int | None) -> RoleMemory:
+def _of_role(role: str, graph: GraphEntry, wanted: int | None, chunk: int) -> RoleMemory:
     cached = held_context(graph, wanted)
     context = min(wanted or cached, graph.max_context)
     kv = graph.kv
     row = 2 * kv.layers * kv.heads * kv.head_dim * KV_BYTES.get(kv.dtype, 4)
-    scratch = logits_mb(role, graph.vocab_size) + _prompt_mb(graph, context)
-    return RoleMemory(context, resident_mb(graph), 1e-6 * row * cached, scratch, _loading_mb(graph))
+    scratch = logits_mb(role, graph.vocab_size) + _prompt_mb(graph, min(chunk, context))
+    scratch += SESSION_MB if role == "draft" else 0.0
+    return RoleMemory(context, _weights_mb(graph), 1e-6 * row * cached, scratch, _loading_mb(graph))
+
+
+def _weights_mb(graph: GraphEntry) -> float:
+    """The weights, or the context binaries of one device that an NPU loads in their place, whichever are more."""
+    compiled: dict[str, int] = {}
+    for name, file in graph.files.items():
+        if graph.unit == "npu" and name.endswith(".bin"):
+            folder = str(PurePosixPath(name).parent)
+            compiled[folder] = compiled.get(folder, 0) + file.bytes
+    return max(resident_mb(graph), 1e-6 * max(compiled.values(), default=0))
 
 
 def logits_mb(role: str, vocab_size: int) -> float:
@@ -213,17 +240,23 @@ def logits_mb(role: str, vocab_size: int) -> float:
     return 4e-6 * (WIDEST_VERIFY if role == "target" else 2) * vocab_size
 
 
-def _prompt_mb(graph: GraphEntry, context: int) -> float:
-    """What ONNX Runtime keeps after the longest chunk of a prompt: scores of all heads, and activations."""
+def _prompt_mb(graph: GraphEntry, chunk: int) -> float:
+    """What ONNX Runtime keeps for activations after a chunk of a prompt; attention is tiled and takes little more."""
     if graph.backend != "onnxruntime" or graph.unit != "cpu":
         return 0.0
-    hidden, chunk = int(graph.options.get("hidden_size", 0)), min(graph.prefill_width or CHUNK, context)
-    heads = max(hidden // graph.kv.head_dim, graph.kv.heads)
-    return 4e-6 * chunk * (heads * context + ACTIVATIONS * hidden)
+    if graph.profile != "inplace":
+        chunk = CHUNK  # static widths stay what they are
+    return 4e-6 * min(graph.prefill_width or CHUNK, chunk) * PROMPT_FLOATS * _gate_rows(graph)
 
 
-ACTIVATIONS = 16
-"""Floats for each of a token's hidden values that are alive at once in a forward of a prompt."""
+def _gate_rows(graph: GraphEntry) -> float:
+    """Rows of a gate projection, from the number of weights; with as many query rows as hidden values."""
+    hidden, kv = int(graph.options.get("hidden_size", 0)), graph.kv
+    if graph.weights is None or not hidden:
+        return 4.0 * hidden
+    layer = (graph.weights - graph.vocab_size * hidden) / kv.layers
+    attention = 2 * hidden * (hidden + kv.heads * kv.head_dim)
+    return max((layer - attention) / (3 * hidden), hidden)
 
 
 def _loading_mb(graph: GraphEntry) -> float:
@@ -246,6 +279,8 @@ def _notes(asked: MemoryPlan, plan: MemoryPlan, too_large: str) -> tuple[str, ..
         found.append(f"the draft model is left out, n-gram lookup still drafts: {why}")
     elif asked.draft is not None and plan.draft is not None and plan.draft.context < asked.draft.context:
         found.append(f"the draft remembers {plan.draft.context} of {asked.draft.context} tokens: {why}")
+    elif plan.chunk < asked.chunk:
+        found.append(f"prompts are read {plan.chunk} tokens at a time: {why}")
     if plan.target.context < asked.target.context:
         found.append(f"the context is {plan.target.context} of {asked.target.context} tokens: {why}")
     return tuple(found)
