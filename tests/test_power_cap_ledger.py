@@ -107,6 +107,33 @@ def test_what_the_meter_shows_beyond_the_estimate_counts_for_what_comes():
     assert ledger.extra_w == pytest.approx(2.0, abs=0.2)
 
 
+def test_what_is_off_to_one_side_again_and_again_is_no_noise():
+    """Sixty noisy seconds, then half a watt more: the estimate has most of it within ten seconds, not forty."""
+    noise = np.random.default_rng(5).normal(0.0, 0.15, 75)
+    ledger = Ledger()
+    for second, off in enumerate(noise):
+        ledger.add(second, second + 1.0, 4.0)
+        ledger.meter(second, second + 1.0, 4.0 + off + (0.5 if second >= 60 else 0.0))
+        if second == 59:
+            assert abs(ledger.extra_w) < 0.12
+        if second == 69:
+            assert ledger.extra_w > 0.3
+    assert ledger.mean_w(10.0) == pytest.approx(4.5 + noise[-10:].mean(), abs=0.08)
+
+
+def test_a_prompt_that_drew_less_than_estimated_says_nothing_of_rounds():
+    ledger = Ledger()
+    for second in range(60):
+        ledger.add(second, second + 1.0, 4.0)
+        ledger.meter(second, second + 1.0, 4.0 + 0.1 * (-1) ** second)
+    usual_w, extra_w = ledger._noise_w, ledger.extra_w
+    for second in (60, 61):
+        ledger.add(second, second + 1.0, 8.0)
+        ledger.meter(second, second + 1.0, 6.0, learn=0.0)
+    assert (ledger._noise_w, ledger.extra_w) == (usual_w, extra_w)
+    assert ledger.joules(60.0, 62.0) == pytest.approx(12.0)
+
+
 def test_noise_of_a_meter_moves_the_ledger_less_than_its_own_mean():
     told = 4.0 + np.random.default_rng(3).normal(0.0, 0.15, 400)
     ledger, found = Ledger(), []

@@ -41,7 +41,8 @@ ACCEPTANCE = Path(__file__).with_name("data") / "acceptance.jsonl"
 class Score:
     """One scenario. `over_limit_c` and `over_cap` are the worst excess of the governed run (°C, share of the cap).
 
-    `limits_can_be_held` is False where even an oracle that rests breaks a limit.
+    `blind_over_oracle` is what an oracle reaches that knows all but the text to come, `governed_over_blind` the
+    governed run beside that. `limits_can_be_held` is False where even an oracle that rests breaks a limit.
     """
 
     name: str
@@ -52,6 +53,8 @@ class Score:
     goal: str
     minutes: float
     governed_over_oracle: float
+    blind_over_oracle: float
+    governed_over_blind: float
     governed_over_plain: float
     tokens_per_s: float
     j_per_token: float
@@ -73,10 +76,11 @@ def goal(objective: str, tokens: float, seconds: float, joules: float) -> float:
 def judge(scenario: Scenario, texts: Sequence[TraceText]) -> Score:
     """Run a scenario governed and plain, and ask the oracle."""
     governed, plain = (run_policy(scenario, name, texts) for name in ("governed", "plain"))
-    best = oracle(scenario, texts)
+    best, blind = oracle(scenario, texts), oracle(scenario, texts, foresight=False)
     mine = goal(scenario.objective, governed.tokens, governed.seconds, governed.energy_j)
     others = goal(scenario.objective, plain.tokens, plain.seconds, plain.energy_j)
     bound = goal(scenario.objective, best.tokens, scenario.duration_s, best.energy_j)
+    without = goal(scenario.objective, blind.tokens, scenario.duration_s, blind.energy_j)
     parts = [*scenario.name.split("/"), "", "", ""]
     return Score(
         name=scenario.name,
@@ -87,6 +91,8 @@ def judge(scenario: Scenario, texts: Sequence[TraceText]) -> Score:
         goal=parts[3] or scenario.objective,
         minutes=scenario.duration_s / 60.0,
         governed_over_oracle=mine / bound,
+        blind_over_oracle=without / bound,
+        governed_over_blind=mine / without,
         governed_over_plain=mine / others,
         tokens_per_s=governed.tokens_per_s,
         j_per_token=governed.energy_j / governed.tokens,
@@ -110,6 +116,7 @@ def format_scores(scores: Sequence[Score]) -> str:
         "scenario",
         "goal",
         "/ oracle",
+        "blind / oracle",
         "/ plain",
         "tok/s",
         "J/tok",
@@ -123,6 +130,7 @@ def format_scores(scores: Sequence[Score]) -> str:
             score.name,
             score.goal,
             f"{score.governed_over_oracle:.3f}",
+            f"{score.blind_over_oracle:.3f}",
             f"{score.governed_over_plain:.3f}",
             f"{score.tokens_per_s:.2f}",
             f"{score.j_per_token:.3f}",

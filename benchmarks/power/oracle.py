@@ -5,6 +5,10 @@ position. Every ten seconds it takes the best plan (plain, or a drafter and k, a
 scenario's limits: the most tokens, the fewest joules a token, or the least product of joules and seconds a
 token. It shares the device's physics with the simulator, and nothing with planner and governor. It is greedy in
 time and holds one plan for ten seconds, so a cleverer one may exist; all its figures are simulated.
+
+With `foresight` False it knows all that but the text to come: it chooses by what each plan brings over all texts of
+the category, and gets what the plan brings at the place where the text is. What it lacks of the other is what
+only knowing the future brings.
 """
 
 from __future__ import annotations
@@ -137,6 +141,11 @@ class Course:
         end_j = float(np.interp(end_s, self.seconds, self.joules))
         return laps * tokens + end - rest, laps * lap_j + end_j - from_j
 
+    def usual(self, seconds: float) -> tuple[float, float]:
+        """The same over all the texts, whatever comes next."""
+        tokens, lap_s, lap_j = self.lap
+        return tokens * seconds / lap_s, lap_j * seconds / lap_s
+
 
 class _Spend:
     """Seconds and joules of forwards at one state of the clocks, remembered by width and length."""
@@ -213,6 +222,7 @@ class _Run:
 
     def __init__(self, scenario: Scenario, texts: Sequence[TraceText], costing: Costing | None) -> None:
         self.scenario, self.texts = scenario, texts
+        self.foresight = True  # whether the next window's rates are those of the text to come
         self.device = perturbed(load_device(scenario.device), scenario.seed, scenario.spread)
         self.costing = costing or Costing(self.device.rates())
         self.plans = plans(texts)
@@ -245,8 +255,14 @@ class _Run:
         return self._courses[key]
 
 
-def oracle(scenario: Scenario, texts: Sequence[TraceText], costing: Costing | None = None) -> OracleResult:
-    """Run a scenario with the best plan of every ten seconds, knowing everything. Simulated."""
+def oracle(
+    scenario: Scenario,
+    texts: Sequence[TraceText],
+    costing: Costing | None = None,
+    *,
+    foresight: bool = True,
+) -> OracleResult:
+    """Run a scenario with the best plan of every ten seconds, knowing everything (or all but the text). Simulated."""
     run = _Run(scenario, texts, costing)
     timeline: list[Choice] = []
     peak, feasible, time_s = run.now, True, 0.0
@@ -254,7 +270,12 @@ def oracle(scenario: Scenario, texts: Sequence[TraceText], costing: Costing | No
         run.apply_events(time_s)
         length = min(WINDOW_S, scenario.duration_s - time_s)
         category = scenario.category_at(time_s)
+        run.foresight = foresight
         lanes, best, kept = _best_window(run, category, length, scenario.asked_at(time_s))
+        if not foresight:
+            run.foresight = True
+            chosen = lanes.plan[best : best + 1], lanes.duty[best : best + 1]
+            lanes, best = _simulate(run, category, length, *chosen), 0
         feasible &= kept
         run.now = Temperatures(float(lanes.die[best]), float(lanes.case[best]))
         run.level = int(lanes.level[best])
@@ -342,7 +363,8 @@ def _lane_rates(
     """Tokens a second and watts of every lane while it works at its level."""
     for level in set(lanes.level.tolist()) - set(known):
         at = run.cursor.get(category, 0.0)
-        ahead = [run.course(category, p, level).ahead(at, WINDOW_S) for p in range(len(run.plans))]
+        courses = [run.course(category, p, level) for p in range(len(run.plans))]
+        ahead = [one.ahead(at, WINDOW_S) if run.foresight else one.usual(WINDOW_S) for one in courses]
         table = np.array(ahead).T / WINDOW_S
         known[level] = (table[0], table[1] + run.static_w)
     speed, watts = np.empty(len(lanes.plan)), np.empty(len(lanes.plan))

@@ -14,9 +14,10 @@ __all__ = ["Ledger"]
 _AHEAD_S = 3.0  # a steady pace levels the window out within this
 _LEAST_SHARE = 0.2  # of the power above rest: a steady pace never falls below
 _TRUST = 0.5  # of a difference between meter and estimate that is no larger than usual
+_RUN = 4  # differences of one sign in a row that are no noise, each of a meter's interval
 _UNSURE = 0.06  # of a cap, kept while nothing has been metered yet,
 _SURE_S = 40.0  # and less and less until so much time has
-_SPARE = 0.25  # of the usual difference between meter and estimate, kept below the cap
+_SPARE = 0.35  # of the usual difference between meter and estimate, kept below the cap
 _POINTS = 64  # are forgotten at once, when they are older than two windows
 
 
@@ -33,6 +34,8 @@ class Ledger:
         self.metered_s = 0.0  # how much time a meter has told of
         self._noise_w = 0.0  # by how much meter and estimate differ, as a rule
         self._odd_w = 0.0  # by how much the last interval was off, if more than usual
+        self._missed_w = 0.0  # by how much it was off at all,
+        self._same = 0  # and how many in a row were off to that side
         self._before_w = 0.0
         self._times: list[float] = []  # a line through (time, joules)
         self._joules: list[float] = []
@@ -69,7 +72,7 @@ class Ledger:
         if last == first:
             return
         missed_j = joules - (self._joules[last] - self._joules[first])
-        trust, gain = self._judge(missed_j / (end_s - begin_s))
+        trust, gain = self._judge(missed_j / (end_s - begin_s), learn)
         missed_j *= trust
         self.metered_s += end_s - begin_s
         for i in range(first, len(self._times)):
@@ -77,18 +80,25 @@ class Ledger:
             self._joules[i] += share * missed_j
         self.extra_w += gain * learn * min(end_s - begin_s, 1.0) * missed_j / (end_s - begin_s)
 
-    def _judge(self, missed_w: float) -> tuple[float, float]:
+    def _judge(self, missed_w: float, learn: float) -> tuple[float, float]:
         """How much of what a meter says against the estimate is believed, and how much of that is learned.
 
-        What is no more than usual is noise: half, and little. More is believed, and learned when it comes twice.
+        What is no more than usual is noise: half, and little, unless it is off to one side again and again, for noise
+        goes both ways. More is believed, and learned when it comes twice. What says little of what comes (`learn`)
+        says little of what is usual too.
         """
         usual_w, young = self._noise_w, self.metered_s <= self.window_s
         seen_w = abs(missed_w) if young else min(abs(missed_w), 3.0 * usual_w)
-        self._noise_w += 0.1 * (seen_w - usual_w) if usual_w > 0.0 else seen_w
+        self._noise_w += 0.1 * learn * (seen_w - usual_w) if usual_w > 0.0 else learn * seen_w
+        if learn >= 0.5:
+            self._same = self._same + 1 if missed_w * self._missed_w > 0.0 else 1
+            self._missed_w = missed_w
         before, self._odd_w = self._odd_w, missed_w if abs(missed_w) > 2.5 * usual_w else 0.0
         if young or before * self._odd_w > 0.0:
             return 1.0, 0.5
-        return (1.0, 0.05) if self._odd_w else (_TRUST, 0.05)
+        if self._odd_w:
+            return 1.0, 0.05
+        return _TRUST, 0.5 if self._same >= _RUN else 0.05
 
     def _point(self, time_s: float) -> int:
         """The index of the point at a time, put in where there is none."""

@@ -94,7 +94,7 @@ class Tuning:
     assumed_die_limit_c: float = 85.0
     assumed_skin_limit_c: float = 45.0
     boost: float = 3.0
-    die: Gains = field(default_factory=lambda: Gains(lead_s=2.0, per_c=0.15, integral_s=15.0, margin_c=0.7))
+    die: Gains = field(default_factory=lambda: Gains(lead_s=2.0, per_c=0.15, integral_s=15.0, margin_c=0.4))
     skin: Gains = field(
         default_factory=lambda: Gains(
             lead_s=10.0, per_c=0.5, integral_s=120.0, margin_c=0.05, band_c=1.0, horizon_s=20.0

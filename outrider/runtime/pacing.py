@@ -258,7 +258,7 @@ class Pacer:
             first_w = self._chunk_w - self.rest_w if self._energy is not None else found_w
             known_w = max(first_w, 0.0) if self.prompt_w is None else self.prompt_w
             self.prompt_w = known_w + 0.4 * min(share, 1.0) * (found_w - known_w)
-        self.ledger.meter(begin_s, end_s, joules, learn=1.0 - min(share, 1.0))
+        self.ledger.meter(begin_s, end_s, joules, learn=max(1.0 - share / PROMPT_SHARE, 0.0))
 
     def _restart(self) -> None:
         self._work, self._joules = Work(), 0.0
