@@ -4,8 +4,9 @@
     python -m benchmarks.power.sampler --seconds 20 --json
 
 The process does nothing but sample in the monitor's thread, with and without a trace being written, so all its
-CPU time is the sampler's. The made-up phone is a folder of ordinary files in the shape of sysfs: its
-readers do the work that they would do there, the kernel's drivers do not.
+CPU time is the sampler's. What a wake-up finds in the caches depends on what else runs; "without pauses" is the CPU
+time of the same reads one after the other, times the rate. The made-up phone is a folder of ordinary files in the
+shape of sysfs: its readers do the work that they would do there, the kernel's drivers do not.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ __all__ = ["Cost", "make_phone", "measure"]
 
 @dataclass(frozen=True)
 class Cost:
-    """`core_share` is CPU seconds a second; `reading_share` is what the monitor itself counts, in elapsed time."""
+    """`core_share` is CPU seconds a second; `reading_share` is what the monitor itself counts, in elapsed time.
+
+    `warm_share` is the CPU time of reading without pauses, times `hz`: None where sensors keep a pace of their own.
+    """
 
     what: str
     hz: float
@@ -39,6 +43,7 @@ class Cost:
     seconds: float
     core_share: float
     reading_share: float
+    warm_share: float | None = None
 
 
 def measure(what: str, sensors: Sequence[Sensor], hz: float, seconds: float, trace: Path | None) -> Cost:
@@ -52,10 +57,24 @@ def measure(what: str, sensors: Sequence[Sensor], hz: float, seconds: float, tra
     with monitor:
         time.sleep(seconds)
         spent_s, passed_s = time.process_time() - began_cpu_s, time.perf_counter() - began_s
+    warm_s = _warm_s(monitor) if all(sensor.period_s == 0 for sensor in sensors) else None
     if writer:
         writer.close()
     sources = len({reading.source for reading in monitor.readings()})
-    return Cost(what, hz, trace is not None, sources, passed_s, spent_s / passed_s, monitor.overhead_share)
+    share = monitor.overhead_share
+    warm = None if warm_s is None else hz * warm_s
+    return Cost(what, hz, trace is not None, sources, passed_s, spent_s / passed_s, share, warm)
+
+
+def _warm_s(monitor: Monitor, rounds: int = 50, repeats: int = 5) -> float:
+    """CPU seconds of one read of every sensor, listeners included: the least of some means."""
+    found = []
+    for _ in range(repeats):
+        began_s = time.thread_time()
+        for _ in range(rounds):
+            monitor._read_due()  # in this thread, without the state that `poll` would make of it
+        found.append((time.thread_time() - began_s) / rounds)
+    return min(found)
 
 
 def make_phone(root: Path) -> System:
@@ -93,6 +112,10 @@ class _Hurried:
         self.name, self.period_s, self.read = sensor.name, 0.0, sensor.read
 
 
+def _warm(cost: Cost) -> str:
+    return "" if cost.warm_share is None else f"; without pauses {100 * cost.warm_share:.2f} % of a core"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line, or JSON, for each case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -120,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         written = "with a trace" if cost.trace else "no trace"
         print(
             f"{cost.what}, {cost.sources} sources, {cost.hz:g} Hz, {written}: {100 * cost.core_share:.2f} % of a core"
-            f" (reading {100 * cost.reading_share:.2f} % of the time)"
+            f" (reading {100 * cost.reading_share:.2f} % of the time{_warm(cost)})"
         )
 
 

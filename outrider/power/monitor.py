@@ -28,6 +28,7 @@ __all__ = ["BLOCKED_S", "STALE_PERIODS", "Monitor", "choose_power", "distill", "
 
 BLOCKED_S = 5.0
 STALE_PERIODS = 3
+_EARLY = 0.125  # of its period a sensor may be read before its time, so that one wake-up of the thread serves several
 _RATE_S = 1.0  # power from an energy counter is a mean over at least this long
 
 _RANGES: Mapping[str, tuple[float, float]] = {
@@ -349,7 +350,8 @@ class Monitor:
             if self._thread is not owner:
                 return  # stopped, or another thread has taken over
             always = owner is None and slot.sensor.period_s == 0  # a replay; only a thread needs a pace
-            if not slot.blocked and (always or self._clock() >= slot.due_s - 1e-6):
+            early_s = 1e-6 if owner is None else _EARLY * slot.period_s
+            if not slot.blocked and (always or self._clock() >= slot.due_s - early_s):
                 self._read(slot)
 
     def _read(self, slot: _Slot) -> None:
