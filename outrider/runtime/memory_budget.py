@@ -253,7 +253,7 @@ def _gate_rows(graph: GraphEntry) -> float:
     """Rows of a gate projection, from the number of weights; with as many query rows as hidden values."""
     hidden, kv = int(graph.options.get("hidden_size", 0)), graph.kv
     if graph.weights is None or not hidden:
-        return 4.0 * hidden
+        return 6.0 * hidden
     layer = (graph.weights - graph.vocab_size * hidden) / kv.layers
     attention = 2 * hidden * (hidden + kv.heads * kv.head_dim)
     return max((layer - attention) / (3 * hidden), hidden)
