@@ -42,7 +42,7 @@ def test_the_tightest_limit_on_the_way_to_the_root_counts(board: Board) -> None:
     board.add(memory("0::/a/b"))
     board.add({f"{V2}/a/b/memory.max": "max", f"{V2}/a/b/memory.current": 100 * MB})
     board.add({f"{V2}/a/memory.max": 900 * MB, f"{V2}/a/memory.current": 500 * MB})
-    board.add({f"{V2}/a/memory.stat": f"active_file 1\ninactive_file {200 * MB}"})
+    board.add({f"{V2}/a/memory.stat": f"active_file {50 * MB}\ninactive_file {150 * MB}"})
     assert read(board, "memory_limit") == {"memory:cgroup": 900.0}
     assert read(board, "memory_used") == {"memory:cgroup": 300.0}
     assert read(board, "memory_available")["memory:cgroup"] == 600.0
@@ -82,7 +82,8 @@ def test_version_1_limits_are_read_and_its_huge_number_is_no_limit(board: Board)
     )
     assert read(board, "memory_limit") == {}
     board.add({f"{V1}/memory.limit_in_bytes": 400 * MB, f"{V1}/memory.usage_in_bytes": 300 * MB})
-    board.add({f"{V1}/memory.stat": f"inactive_file 1\ntotal_inactive_file {100 * MB}"})
+    pages = f"active_file 1\ninactive_file 1\ntotal_active_file {40 * MB}\ntotal_inactive_file {60 * MB}"
+    board.add({f"{V1}/memory.stat": pages})
     assert read(board, "memory_available")["memory:cgroup"] == 200.0
 
 

@@ -20,6 +20,7 @@ __all__ = ["Memory"]
 
 _NO_LIMIT = 2**60
 """Version 1 shows no limit as the largest page-aligned number."""
+_FILE_PAGES = ("active_file", "inactive_file")
 _FULL = re.compile(r"^full avg10=([0-9.]+)", re.MULTILINE)
 
 
@@ -27,8 +28,8 @@ class Memory:
     """Available memory of the machine and of this process, limits, and pressure.
 
     `memory:host` is the machine's MemAvailable (scope `device`); `memory:cgroup` is what the tightest cgroup
-    limit above this process leaves (scope `process`); inactive file pages do not count as used, for the kernel
-    drops them first. What can be used is the lesser of the two.
+    limit above this process leaves (scope `process`); pages of files do not count as used, for the kernel drops
+    them before it kills anyone, and `MemAvailable` counts the same. What can be used is the lesser of the two.
     """
 
     name = "memory"
@@ -104,7 +105,7 @@ def _full(system: System, path: Path, text: str, scale: float) -> Figure:
 
 @dataclass(frozen=True)
 class _Level:
-    """Bytes of one cgroup; `used` without the file pages that nobody has looked at for a while."""
+    """Bytes of one cgroup; `used` without the pages of files."""
 
     limit: float
     used: float
@@ -151,7 +152,6 @@ def _level(system: System, folder: Path) -> _Level | None:
     if not limits or in_use is None:
         return None
     stat = read_text(folder / "memory.stat") or ""
-    cache = re.search(r"^total_inactive_file ([0-9]+)", stat, re.MULTILINE) or re.search(
-        r"^inactive_file ([0-9]+)", stat, re.MULTILINE
-    )
-    return _Level(min(limits), max(in_use - float(cache[1] if cache else 0), 0.0))
+    pages = dict(re.findall(r"^((?:total_)?(?:in)?active_file) ([0-9]+)", stat, re.MULTILINE))
+    cache = sum(float(pages.get(f"total_{name}", pages.get(name, 0))) for name in _FILE_PAGES)
+    return _Level(min(limits), max(in_use - cache, 0.0))
