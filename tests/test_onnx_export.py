@@ -91,6 +91,20 @@ def test_a_bound_graph_computes_what_the_rounded_weights_compute(
     np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
 
 
+def test_zero_points_that_are_said_change_no_logit_and_every_4_bit_product_has_them(tmp_path: Path) -> None:
+    """Arm's kernels for symmetric 4-bit blocks round activations by row, those with zero points by block."""
+    slots, recipe = weights("llama"), Recipe("r", BlockInt(4, 64), BlockInt(8, 32), BlockInt(8, 32))
+    found = []
+    for said in (False, True):
+        report = export(slots, recipe, tmp_path, said_zeros=said)
+        found.append(logits(report))
+        products = [node for node in onnx.load(report.path).graph.node if node.op_type == "MatMulNBits"]
+        bits = {node.name: next(a.i for a in node.attribute if a.name == "bits") for node in products}
+        with_zeros = [node.name for node in products if len(node.input) > 3 and node.input[3]]
+        assert with_zeros == [name for name, n in bits.items() if said and n == 4]
+    np.testing.assert_allclose(found[1], found[0], atol=1e-4 * np.abs(found[0]).max())
+
+
 def test_dynamic_int8_is_close_to_the_float_weights(tmp_path: Path) -> None:
     slots = weights("qwen2")
     report = export(slots, Recipe("r", DynamicInt8(), DynamicInt8(), Float()), tmp_path)

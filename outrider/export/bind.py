@@ -81,8 +81,10 @@ class Binder:
         vectors: Mapping[str, NDArray[np.float32]],
         data: DataFile,
         stats: Mapping[str, NDArray[np.float32]],
+        said_zeros: bool = False,
     ) -> None:
         self.weights, self.recipe, self.vectors, self.data, self.stats = weights, recipe, vectors, data, stats
+        self.said_zeros = said_zeros
         self.nodes: list[Any] = []
         self.initializers: dict[str, Any] = {}
         self.stored: dict[str, Stored] = {}
@@ -213,10 +215,11 @@ def bind(
     stats: Mapping[str, NDArray[np.float32]],
     progress: Progress | None = None,
     half: bool = False,
+    said_zeros: bool = False,
 ) -> list[SlotReport]:
     """Replace the slot nodes of `model` in place and save it to `path` with its data file beside it.
 
-    `half`: in a graph that computes in float16.
+    `half`: in a graph that computes in float16. `said_zeros`: symmetric blocks of 4 bits say their zero point.
 
     Raises ExportError when a slot of the decoder is left without a weight.
     """
@@ -224,7 +227,9 @@ def bind(
 
     slots = matrix_slots(weights.config)
     with open(path.with_name(path.name + ".data"), "wb") as file:
-        binder = Binder(weights, recipe, vectors, DataFile(file, path.name + ".data", half), stats)
+        binder = Binder(
+            weights, recipe, vectors, DataFile(file, path.name + ".data", half), stats, said_zeros
+        )
         for node in model.graph.node:
             before = len(binder.stored)
             binder.replace(node)
@@ -340,7 +345,7 @@ def _product_blocks(binder: Binder, stored: Stored, x: str, output: str, bias: s
     N, K = stored.shape
     scheme = stored.scheme
     assert isinstance(scheme, BlockInt)
-    zeros = binder.part(stored, "zero_points") if "zero_points" in stored.tensors else ""
+    zeros = binder.part(stored, "zero_points") if "zero_points" in stored.tensors else _middle(binder, stored)
     inputs = [x, binder.part(stored, "weight"), binder.part(stored, "scales"), zeros, "", bias]
     while inputs[-1] == "":
         inputs.pop()
@@ -352,6 +357,23 @@ def _product_blocks(binder: Binder, stored: Stored, x: str, output: str, bias: s
         blocks = -(-K // scheme.block)
         shift = _blocks_node(binder, inputs, f"{output}.shift", blocks, N, CORRECTION)
         binder.node("Add", [target, shift], output)
+
+
+def _middle(binder: Binder, stored: Stored) -> str:
+    """The zero points of symmetric blocks, where they must be said: none, or the middle of 4 bits.
+
+    Without them Arm's kernel for symmetric 4-bit blocks (KleidiAI's, on processors with dot products) gives a row of
+    activations a single scale and cuts the scales of the weights to bfloat16; with them another of its kernels gives
+    every block of activations its own and keeps the weights'. Both give a row the same result in any company.
+    """
+    scheme = stored.scheme
+    assert isinstance(scheme, BlockInt)
+    if not binder.said_zeros or scheme.bits != 4:
+        return ""
+    N, K = stored.shape
+    blocks = -(-K // scheme.block)
+    columns = -(-blocks // 2)
+    return binder.constant(f"middle.{N}.{columns}", np.full((N, columns), 0x88, np.uint8))
 
 
 def _blocks_node(binder: Binder, inputs: Sequence[str], output: str, K: int, N: int, scheme: BlockInt) -> str:

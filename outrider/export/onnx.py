@@ -74,11 +74,13 @@ def export_graph(
     stats: Mapping[str, NDArray[np.float32]] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     form: GraphForm = HOST,
+    said_zeros: bool = False,
 ) -> GraphReport:
     """Write `path` and `path`.data and say what became of every slot.
 
-    `form` is for accelerators, and of `inplace` graphs only. `widths` are the static widths of a `split` graph (any
-    number of tokens for `inplace`). `stats` are calibration moments by slot, for methods that need them.
+    `form` is for accelerators, and of `inplace` graphs only; `said_zeros` for processors by Arm (see `bind`). `widths`
+    are the static widths of a `split` graph (any number of tokens for `inplace`). `stats` are calibration moments by
+    slot, for methods that need them.
     `progress(slot, done, total)` is called after every matrix. Raises ExportError when a slot stays unbound or the
     recipe changed nothing.
     """
@@ -87,7 +89,17 @@ def export_graph(
     path = Path(path)
     model = shaped(trace(config, profile, max_context, tuple(hidden_layers), form.chains), config, form)
     vectors = rope_vectors(config, max_context)
-    slots = bind(model, path, weights, recipe, vectors, stats=stats or {}, progress=progress, half=form.half)
+    slots = bind(
+        model,
+        path,
+        weights,
+        recipe,
+        vectors,
+        stats=stats or {},
+        progress=progress,
+        half=form.half,
+        said_zeros=said_zeros,
+    )
     check_changed(slots, recipe)
     _check(path)
     operators: dict[str, int] = {}

@@ -101,8 +101,7 @@ def as_half(values: np.ndarray[Any, Any], name: str = "a constant") -> np.ndarra
 def add_top(model: Any, count: int) -> None:
     """Return the `count` largest logits of every row [1, R, n], their ids, and the row's logsumexp [1, R] too.
 
-    The logsumexp is spelled out: ReduceLogSumExp of this opset has no CUDA kernel in every release, and a node without
-    one would take whole rows to the CPU.
+    The logsumexp is spelled out over the maximum that TopK has found already.
     """
     from onnx import TensorProto, helper, numpy_helper
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Literal
 from outrider.export.calibrate import LayerMoments, calibrate, calibration_tokens
 from outrider.export.checkpoint import Checkpoint
 from outrider.export.config import ModelConfig
-from outrider.export.device_plans import PROVIDER_OPTIONS, GraphPlan
+from outrider.export.device_plans import PROVIDER_OPTIONS, GraphPlan, open_device
 from outrider.export.lowered import Lowered
 from outrider.export.onnx_form import CUDA, HOST, GraphForm
 from outrider.export.options import ExportOptions
@@ -177,6 +178,7 @@ def _lower_onnx(making: Making, form: GraphForm = HOST) -> Lowered:
         stats=calibrate(making.weights, recipe, making.checkpoint.tokenizer, plan.max_context),
         progress=making.progress,
         form=form,
+        said_zeros=form == HOST and _is_arm(options.device),
     )
     if options.kv_cache == "int8" and form == HOST:
         from outrider.export.cache_int8 import quantize_cache
@@ -184,6 +186,13 @@ def _lower_onnx(making: Making, form: GraphForm = HOST) -> Lowered:
         segment = min(SEGMENT, plan.max_context)
         report = quantize_cache(report, calibration_tokens(making.checkpoint.tokenizer, segment))
     return Lowered(report.files, report.meta, report.slots, notes={"operators": dict(report.operators)})
+
+
+def _is_arm(device: str) -> bool:
+    """Whether a board, or this machine for the host, has an Arm processor."""
+    if device == "host":
+        return platform.machine().lower() in ("aarch64", "arm64")
+    return open_device(device).kind == "board"
 
 
 def _lower_npu(making: Making) -> Lowered:
