@@ -20,6 +20,7 @@ from outrider.power.sensors import SOURCES
 from outrider.power.sensors.system import Sensor
 from outrider.power.state import State
 from outrider.runtime.costs import verify_time
+from outrider.runtime.leading import usual_request
 from outrider.runtime.planner import expected_tokens
 from outrider.runtime.timing import cores, processor
 
@@ -154,11 +155,12 @@ def measure_costs(pipeline: Pipeline, repeats: int = 5, progress: Progress | Non
     widths = [width for width in WIDTHS if width <= widest]  # a width between compiled ones is padded
     verify: dict[int, list[float]] = {width: [] for width in widths}
     drafts: dict[str, list[float]] = {name: [] for name in pipeline.engine.drafters}
+    verify_forward = partial(target.forward, logits=usual_request(target))
     pipeline.reset()
     _prefill(target, tokens[:prefix])
     for repeat in range(repeats + 1):
         for width in widths:
-            verify[width].append(_seconds(partial(target.forward, tokens[prefix : prefix + width])))
+            verify[width].append(_seconds(partial(verify_forward, tokens[prefix : prefix + width])))
         for name, drafter in pipeline.engine.drafters.items():
             drafts[name].append(_draft_step(drafter, tokens[: prefix + 1 + repeat], repeat))
         if progress:

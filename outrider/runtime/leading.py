@@ -23,7 +23,7 @@ from outrider.contracts import (
 from outrider.errors import BackendError
 from outrider.runtime.sampling import Distribution
 
-__all__ = ["enough", "forward_rows", "leading", "named", "needed"]
+__all__ = ["enough", "forward_rows", "leading", "named", "needed", "usual_request"]
 
 
 def needed(sampling: Sampling) -> int:
@@ -31,6 +31,12 @@ def needed(sampling: Sampling) -> int:
     if sampling.greedy:
         return 2
     return sampling.top_k + 1 if sampling.top_k else 0  # the first that is cut tells how near the cut was
+
+
+def usual_request(graph: Graph) -> LogitsRequest:
+    """What greedy decoding asks of a graph, for those who time a verify."""
+    most = getattr(graph, "top", 0)
+    return TopK(most) if most >= needed(Sampling()) else "all"
 
 
 def forward_rows(

@@ -19,6 +19,7 @@ from outrider.contracts import Clock, Costs, Drafter, Energy, Graph, Sampling
 from outrider.errors import OutriderError
 from outrider.power.meter import Measured, Meter
 from outrider.power.monitor import Monitor
+from outrider.runtime.leading import usual_request
 from outrider.targets.device import Device, Figure, Memory, Rate, Sense, Unit
 from outrider.targets.model_cost import ModelCost
 
@@ -166,7 +167,7 @@ def _works(target: Graph, drafters: Mapping[str, Drafter]) -> dict[str, _Stretch
 
 
 def _forward(target: Graph, tokens: np.ndarray) -> int:
-    target.forward(tokens)
+    target.forward(tokens, logits=usual_request(target))
     return 1
 
 
