@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -23,7 +24,7 @@ from outrider.quantize.gates import Gate
 from outrider.runtime import backends, check_graph
 from outrider.runtime.check import Check, check_bundle
 from outrider.runtime.check_graph import GraphCheck
-from outrider.runtime.closest import graph_key
+from outrider.runtime.closest import graph_key, open_closest
 from outrider.targets.qnn_plugin import has_emulator
 
 Export = Callable[..., Any]
@@ -384,3 +385,24 @@ def test_the_report_says_what_no_delegate_took_and_how_large_the_compiled_graphs
     assert "more bits for the sensitive: layers.0.down" in text
     assert "half precision, for their range: layers.1.down" in text
     assert "MatMul" not in text
+
+
+def test_a_jetsons_cuda_graph_is_passed_over_without_cuda_and_agrees_with_the_cpus_graph(
+    tmp_path: Path, tiny_models: Models, export_tiny: Export
+) -> None:
+    folder, wish = tmp_path / "bundle", {"device": "jetson-orin-nano", "max_context": 128, "evaluate": False}
+    export_tiny(folder, (tiny_models["target"], "int4"), **wish)
+    gpu = verify(folder, full=True).roles["target"].by_preference()[0]
+    assert (gpu.path, gpu.unit, gpu.kv.dtype) == ("target/cuda/graph.onnx", "gpu", "float16")
+    assert gpu.options["provider_options"]["CUDAExecutionProvider"] == {
+        "arena_extend_strategy": "kSameAsRequested"
+    }
+    with outrider.load(folder, threads=1) as pipeline:
+        (reason,) = pipeline.placement[0].passed_over
+        assert "no CUDAExecutionProvider" in reason
+        exact = pipeline.engine.target.forward([5, 6, 7, 8]).logits.copy()
+    opened = open_closest(folder, "target", gpu, threads=1)
+    found = opened.graph.forward([5, 6, 7, 8]).logits
+    opened.graph.close()
+    assert (opened.via, opened.executed_artifact) == ("reference-lowering", False)
+    assert np.abs(found - exact).max() < 0.05 * np.abs(exact).max()
