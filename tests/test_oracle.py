@@ -8,10 +8,11 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.power import oracle as oracle_module
-from benchmarks.power.oracle import Costing, OraclePlan, oracle
+from benchmarks.power.oracle import Costing, OraclePlan, OracleResult, oracle
 from benchmarks.power.scenarios import DEVICES, courses, days, phone_twenty_minutes, suite
 from outrider.runtime.profiling.simulate import profile_of
 from outrider.runtime.rounds import Engine, Request
@@ -52,8 +53,10 @@ class Rig:
         target = SimulatedGraph(TraceTarget(self.stage), self.machine, TARGET_COST)
         self.engine = Engine(target, drafters, clock=self.machine.clock)
 
-    def decode(self, category: str, seconds: float, drafter: str | None, k: int, duty: float) -> None:
-        source = cycle(TEXTS, category)
+    def decode(
+        self, texts: list[TraceText], category: str, seconds: float, drafter: str | None, k: int, duty: float
+    ) -> None:
+        source = cycle(texts, category)
         while self.machine.elapsed_s < seconds:
             text = next(source)
             request = Request(max_new_tokens=text.tokens, k=k, drafter=drafter)
@@ -143,16 +146,33 @@ def test_the_oracles_arithmetic_is_that_of_the_engine_on_the_machine(
     slug: str, plan: OraclePlan, ambient_c: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario = Scenario("one", slug, 240.0, ambient_c, seed=5, category="code")
-    monkeypatch.setattr(oracle_module, "plans", lambda texts: [plan])
-    monkeypatch.setattr(oracle_module, "_DUTIES", oracle_module._DUTIES[-1:])
-    monkeypatch.setattr(oracle_module, "_FINER", oracle_module._FINER[:1] * 0.0)
-    said = oracle(scenario, TEXTS)
+    said = one_plan(monkeypatch, scenario, TEXTS, plan, 1.0)
     rig = Rig(perturbed(load_device(slug), 5), scenario)
-    rig.decode("code", 240.0, plan.drafters[0] if plan.k else None, plan.k, 1.0)
+    rig.decode(TEXTS, "code", 240.0, plan.drafters[0] if plan.k else None, plan.k, 1.0)
     assert said.tokens / 240.0 == pytest.approx(rig.tokens / rig.machine.elapsed_s, rel=0.03)
     assert said.energy_j / 240.0 == pytest.approx(rig.machine.energy_j / rig.machine.elapsed_s, rel=0.02)
     assert said.peak_die_c == pytest.approx(rig.machine.peak.die_c, abs=2.5)
     assert said.peak_skin_c == pytest.approx(rig.machine.peak.case_c, abs=0.5)
+
+
+def one_plan(
+    monkeypatch: pytest.MonkeyPatch, scenario: Scenario, texts: list[TraceText], plan: OraclePlan, duty: float
+) -> OracleResult:
+    """What the oracle says of one plan at one duty."""
+    monkeypatch.setattr(oracle_module, "plans", lambda texts: [plan])
+    monkeypatch.setattr(oracle_module, "_DUTIES", np.array([duty]))
+    monkeypatch.setattr(oracle_module, "_FINER", np.zeros(1))
+    return oracle(scenario, texts)
+
+
+def test_the_oracle_pays_for_prompts_in_full_at_any_duty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of two windows at this duty, and short answers: whoever skips a share of a prompt shows."""
+    texts = [replace(text, prompt_tokens=600) for text in texts_of("code", 0.7, 2, tokens=30)]
+    scenario = Scenario("one", "raspberry-pi-5", 240.0, 25.0, seed=5, category="code")
+    said = one_plan(monkeypatch, scenario, texts, OraclePlan(), 0.4)
+    rig = Rig(perturbed(load_device("raspberry-pi-5"), 5), scenario)
+    rig.decode(texts, "code", 240.0, None, 0, 0.4)
+    assert said.tokens / 240.0 == pytest.approx(rig.tokens / rig.machine.elapsed_s, rel=0.05)
 
 
 def test_the_oracle_keeps_its_limits() -> None:

@@ -130,18 +130,18 @@ class Course:
         self.position, self.seconds, self.joules = np.array(points).T
         self.lap = (float(self.position[-1]), float(self.seconds[-1]), float(self.joules[-1]))
 
-    def ahead(self, position: float, seconds: float) -> tuple[float, float]:
+    def ahead(self, position: float, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and dynamic joules of so many seconds of work from a position on."""
         tokens, lap_s, lap_j = self.lap
         rest = position % tokens
         from_s = float(np.interp(rest, self.position, self.seconds))
         from_j = float(np.interp(rest, self.position, self.joules))
-        laps, end_s = divmod(from_s + seconds, lap_s)
-        end = float(np.interp(end_s, self.seconds, self.position))
-        end_j = float(np.interp(end_s, self.seconds, self.joules))
+        laps, end_s = np.divmod(from_s + seconds, lap_s)
+        end = np.interp(end_s, self.seconds, self.position)
+        end_j = np.interp(end_s, self.seconds, self.joules)
         return laps * tokens + end - rest, laps * lap_j + end_j - from_j
 
-    def usual(self, seconds: float) -> tuple[float, float]:
+    def usual(self, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The same over all the texts, whatever comes next."""
         tokens, lap_s, lap_j = self.lap
         return tokens * seconds / lap_s, lap_j * seconds / lap_s
@@ -339,7 +339,7 @@ def _simulate(run: _Run, category: str | None, length: float, plan: np.ndarray, 
     done = 0.0
     while done < length - 1e-9:
         span = min(run.policy.poll_s, length - done)
-        speed, watts = _lane_rates(run, category, lanes, rates)
+        speed, watts = _lane_rates(run, category, lanes, length, rates)
         _advance(run, lanes, duty * speed, duty * watts + (1.0 - duty) * run.idle_w + run.load_w, span)
         done += span
     _rest_peak(run, lanes)
@@ -358,20 +358,33 @@ def _rest_peak(run: _Run, lanes: _Lanes) -> None:
 
 
 def _lane_rates(
-    run: _Run, category: str | None, lanes: _Lanes, known: dict[int, tuple[np.ndarray, np.ndarray]]
+    run: _Run,
+    category: str | None,
+    lanes: _Lanes,
+    length: float,
+    known: dict[int, tuple[np.ndarray, np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens a second and watts of every lane while it works at its level."""
+    """Tokens a second and watts of every lane while it works at its level: of the work that fits its duty."""
     for level in set(lanes.level.tolist()) - set(known):
-        at = run.cursor.get(category, 0.0)
-        courses = [run.course(category, p, level) for p in range(len(run.plans))]
-        ahead = [one.ahead(at, WINDOW_S) if run.foresight else one.usual(WINDOW_S) for one in courses]
-        table = np.array(ahead).T / WINDOW_S
-        known[level] = (table[0], table[1] + run.static_w)
+        known[level] = _rates_at(run, category, lanes, length, level)
     speed, watts = np.empty(len(lanes.plan)), np.empty(len(lanes.plan))
     for level in set(lanes.level.tolist()):
         here = lanes.level == level
-        speed[here], watts[here] = known[level][0][lanes.plan[here]], known[level][1][lanes.plan[here]]
+        speed[here], watts[here] = known[level][0][here], known[level][1][here]
     return speed, watts
+
+
+def _rates_at(
+    run: _Run, category: str | None, lanes: _Lanes, length: float, level: int
+) -> tuple[np.ndarray, np.ndarray]:
+    at = run.cursor.get(category, 0.0)
+    work_s = np.maximum(lanes.duty * length, 1e-3)
+    tokens, joules = np.empty(len(work_s)), np.empty(len(work_s))
+    for plan in set(lanes.plan.tolist()):
+        mine, course = lanes.plan == plan, run.course(category, plan, level)
+        seconds = work_s[mine]
+        tokens[mine], joules[mine] = course.ahead(at, seconds) if run.foresight else course.usual(seconds)
+    return tokens / work_s, joules / work_s + run.static_w
 
 
 def _advance(run: _Run, lanes: _Lanes, speed: np.ndarray, watts: np.ndarray, span: float) -> None:
