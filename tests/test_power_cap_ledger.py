@@ -132,6 +132,9 @@ def test_a_prompt_that_drew_less_than_estimated_says_nothing_of_rounds():
         ledger.meter(second, second + 1.0, 6.0, learn=0.0)
     assert (ledger._noise_w, ledger.extra_w) == (usual_w, extra_w)
     assert ledger.joules(60.0, 62.0) == pytest.approx(12.0)
+    ledger.add(62.0, 63.0, 4.0)
+    ledger.meter(62.0, 63.0, 3.6)  # off once: the prompts before it were no first time
+    assert abs(ledger.extra_w - extra_w) < 0.05
 
 
 def test_noise_of_a_meter_moves_the_ledger_less_than_its_own_mean():

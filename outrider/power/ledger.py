@@ -93,10 +93,11 @@ class Ledger:
         if learn >= 0.5:
             self._same = self._same + 1 if missed_w * self._missed_w > 0.0 else 1
             self._missed_w = missed_w
-        before, self._odd_w = self._odd_w, missed_w if abs(missed_w) > 2.5 * usual_w else 0.0
+        odd = abs(missed_w) > 2.5 * usual_w
+        before, self._odd_w = self._odd_w, missed_w if odd and learn >= 0.5 else 0.0
         if young or before * self._odd_w > 0.0:
             return 1.0, 0.5
-        if self._odd_w:
+        if odd:
             return 1.0, 0.05
         return _TRUST, 0.5 if self._same >= _RUN else 0.05
 

@@ -97,14 +97,14 @@ def headline(simulation: Simulation) -> str:
     runs, scenario = simulation.runs, simulation.scenario
     able = [run for run in runs if run.holds]
     bounds = _bounds(scenario)
-    where = f"Over {scenario.duration_s / 60:.0f} minutes"
+    where = f"Over {scenario.duration_s / 60:.0f} minutes,"
     if not runs:
         return "SIMULATED: no policy was finished."
     if not able:
         return f"SIMULATED: {where} nothing that was tried keeps within {bounds}."
     best = max(able, key=lambda run: run.tokens)
     others = "; ".join(_beside(run) for run in runs if run is not best)
-    within = f" within {bounds}" if bounds else ""
+    within = f" within {bounds}," if bounds else ""
     begun = "interrupted; so far: " if simulation.partial else ""
     return f"SIMULATED: {begun}{where}{within} {_made(best)}" + (f"; {others}." if others else ".")
 
