@@ -216,6 +216,7 @@ class Plan:
     pace_s: float = 0.0
     draft_loaded: bool = True
     reason: str = ""
+    beside_s: float = 0.0  # of an overlapped round's verify: what its draft leaves of it goes to a correction
 
 
 @dataclass(frozen=True)

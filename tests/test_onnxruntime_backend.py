@@ -192,6 +192,29 @@ def test_a_forward_does_not_move_the_length_and_uncommitted_rows_vanish(
         graph.commit([0])
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_rows_that_were_put_aside_come_back_bit_for_bit(
+    export: Callable[..., GraphReport], profile: str
+) -> None:
+    graph = load(export("llama", profile))
+    graph.forward([1, 2, 3, 4, 5])
+    graph.commit(range(5))
+    expected = graph.forward([7]).logits.copy()
+    kept = graph.keep(2)
+    graph.truncate(2)
+    graph.forward([9, 9, 9, 9])
+    graph.commit(range(4))
+    assert not np.array_equal(graph.forward([7]).logits, expected)
+    graph.truncate(2)
+    graph.bring_back(kept)
+    assert graph.length == 5
+    np.testing.assert_array_equal(graph.forward([7]).logits, expected)
+    with pytest.raises(ValueError, match="holds 5 tokens"):
+        graph.keep(6)
+    with pytest.raises(ValueError, match="not what `keep`"):
+        graph.bring_back([1])
+
+
 BLOCKS = {
     "4-bit": BlockInt(4, 32),
     "8-bit": BlockInt(8, 32),

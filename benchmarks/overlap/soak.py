@@ -22,15 +22,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from outrider.contracts import Output, Sampling
+from outrider.contracts import Output, Plan, Sampling
 from outrider.errors import BackendError
 from outrider.power.governor import Directive
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.model_drafter import ModelDrafter
+from outrider.runtime.planner import Planner
 from outrider.runtime.rounds import Engine, Request, Round
 from outrider.targets.fake import FakeGraph, blend_logits, random_logits
 
-__all__ = ["FAULTS", "Faulty", "Report", "soak"]
+__all__ = ["FAULTS", "Faulty", "Report", "Unhurried", "soak"]
 
 VOCAB = 13
 STUCK_S = 60
@@ -112,6 +113,14 @@ class Whims:
         """Nothing is read."""
 
 
+class Unhurried(Planner):
+    """Lets every overlapped round draft behind a correction too, however long that takes."""
+
+    def with_mode(self, plan: Plan, *rest: Any, **more: Any) -> Plan:
+        """The plan, with all the time that there is beside its verify."""
+        return replace(super().with_mode(plan, *rest, **more), beside_s=float("inf"))
+
+
 @dataclass
 class Report:
     """What a soak went through: rounds, those that overlapped, texts by fault, and what was wrong."""
@@ -119,6 +128,7 @@ class Report:
     rounds: int = 0
     overlapped: int = 0
     held: int = 0
+    corrections_held: int = 0
     wasted_steps: int = 0
     texts: Counter[str] = field(default_factory=Counter)
     ended_early: Counter[str] = field(default_factory=Counter)
@@ -195,7 +205,8 @@ def _engine(case: _Case, faults: bool) -> Engine:
     )
     governed = fault in ("memory pressure", "forbidden overlap")
     pacer: Any = Whims(rng, fault) if governed else None
-    return Engine(target, {"model": model, "lookup": LookupDrafter()}, pacer=pacer)
+    planner = Unhurried() if case.seed % 2 else None
+    return Engine(target, {"model": model, "lookup": LookupDrafter()}, planner, pacer=pacer)
 
 
 def _go_wrong(case: _Case, engine: Engine, parts: list[Round]) -> str | None:
@@ -266,6 +277,7 @@ def _check(case: _Case, report: Report) -> None:
         report.rounds += stats.rounds
         report.overlapped += stats.overlapped_rounds
         report.held += stats.guesses_held
+        report.corrections_held += stats.corrections_held
         report.wasted_steps += stats.wasted_steps
 
 

@@ -100,7 +100,8 @@ def summary(stats: Stats) -> str:
     if stats.overlapped_rounds:
         held = f"{stats.guesses_held} of {stats.guesses} guesses held"
         wasted = f"{stats.wasted_steps} of {stats.ahead_steps} draft steps for nothing"
-        parts.append(f"{stats.overlapped_rounds} rounds overlapped ({held}, {wasted})")
+        right = f"{stats.corrections_held} of {stats.corrections} corrections, " if stats.corrections else ""
+        parts.append(f"{stats.overlapped_rounds} rounds overlapped ({held}, {right}{wasted})")
     if stats.paced_s >= LEAST_PAUSE_S:
         parts.append(f"paused {stats.paced_s:.1f} s to keep its limits")
     if stats.level not in (None, "nominal"):

@@ -12,6 +12,7 @@ import numpy as np
 from outrider.contracts import Float32Array, Graph, IntArray, Output, Proposal, Sampling, TopRows
 from outrider.errors import BackendError, UsageError
 from outrider.runtime.context import common_prefix
+from outrider.runtime.corrections import Correction, Doubt, KeepsRows, doubt, likeliest
 from outrider.runtime.leading import forward_rows, leading, named, needed
 from outrider.runtime.sampling import Distribution, Processor, distribution, draw, least_probability
 from outrider.runtime.uniforms import Uniforms
@@ -29,7 +30,21 @@ class _Chain:
     assumed: list[int] = field(default_factory=list)  # between the context it was begun in and `start`
     tokens: list[int] = field(default_factory=list)
     drawn_from: list[Distribution] = field(default_factory=list)
+    doubts: list[Doubt | None] = field(default_factory=list)  # of the tokens, once they are asked for
     ended: bool = False  # the draft was not sure enough, or lacks an id
+
+    def is_behind(self, context: Sequence[int]) -> bool:
+        """Whether what it assumed came true."""
+        return len(context) == self.start and list(context[-len(self.assumed) :]) == self.assumed
+
+
+@dataclass(frozen=True)
+class _Displaced:
+    """Rows of the cache that gave way to those behind a correction, and their tokens; the first is row `base`."""
+
+    base: int
+    kept: object
+    tokens: list[int]
 
 
 class ModelDrafter:
@@ -92,6 +107,10 @@ class ModelDrafter:
         self._checked = 0  # how much of the window is known to agree with the context
         self._proposed: _Chain | None = None  # the last proposal
         self._ahead: _Chain | None = None  # what follows it, if all that was assumed comes true
+        self._begun: tuple[_Chain, _Chain] | None = None  # proposal and guess that assumed work began with
+        self._corrected: _Chain | None = None  # what follows a correction
+        self._displaced: _Displaced | None = None  # of the cache, by that
+        self._doubting = False  # whether drafts note their runners-up
 
     @property
     def graph(self) -> Graph:
@@ -130,7 +149,11 @@ class ModelDrafter:
 
     def _forget(self) -> None:
         self._start, self._cached, self._source, self._checked = 0, [], None, 0
-        self._processor = self._proposed = self._ahead = None
+        self._processor = self._proposed = None
+        self._drop_assumed()
+
+    def _drop_assumed(self) -> None:
+        self._ahead = self._begun = self._corrected = self._displaced = None
 
     def backlog(self, context: Sequence[int]) -> int:
         """How many tokens the draft must run before its first proposal; at least 1."""
@@ -147,7 +170,8 @@ class ModelDrafter:
         0 where nothing is left, or an id among them is not the draft's. With `most` 1 a row of logits is made too,
         as in a draft step.
         """
-        self._proposed = self._ahead = None
+        self._proposed = None
+        self._drop_assumed()
         self._begin(context, sampling, k)
         behind = context[self._start + len(self._cached) : len(context) - 1][:most]
         if behind and max(behind) >= self.known_ids:
@@ -187,6 +211,7 @@ class ModelDrafter:
         dropped otherwise; closing it early drops it too.
         """
         chain, self._proposed = self._proposed, None
+        self._drop_assumed()
         if chain is None or chain.ended or not chain.tokens:
             return
         drafted = list(chain.tokens)
@@ -199,6 +224,7 @@ class ModelDrafter:
         if not guess.tokens:
             return
         assumed = [*drafted, *guess.tokens]
+        self._begun = chain, guess
         self._ahead = ahead = _Chain(place + 1, guess.tokens, rng, assumed)
         complete = False
         try:
@@ -207,6 +233,60 @@ class ModelDrafter:
         finally:
             if not complete:
                 self._ahead = None
+
+    @property
+    def corrects(self) -> bool:
+        """Whether it can draft behind a correction: that needs a graph whose rows can be put aside."""
+        return isinstance(self._graph, KeepsRows) and self._graph.keeps_rows
+
+    def correct(self, k: int) -> Generator[Correction | int, None, None]:
+        """Draft behind the likeliest correction of the last proposal, or of the guess after it.
+
+        Yields it before any work, and then up to k drafts, each after one forward. Nothing where `assume` did not end,
+        before drafts note their runners-up (as they do from the first call on), and in `reject` mode, where the draft's
+        runner-up is not what a target takes. Rows of the cache that are in the way are put aside.
+        """
+        begun, sampling = self._begun, self._sampling
+        self._doubting = (
+            self.corrects and sampling is not None and (sampling.greedy or sampling.mode == "match")
+        )
+        if begun is None or self._ahead is None or not self._doubting:
+            return
+        proposal, guess = begun
+        doubts = [*proposal.doubts, *guess.doubts]
+        place = likeliest(doubts)
+        if place is None or len(doubts) != len(proposal.tokens) + 1:
+            return
+        column = cast(Doubt, doubts[place]).runner_up
+        token = column if self.vocab_ids is None else int(self.vocab_ids[column])
+        start = proposal.start + place + 1
+        if start - self._start + k - 1 > self.graph.max_context:
+            return
+        yield Correction(place, token)
+        self._put_aside(start - 1 - self._start)
+        assumed = [*proposal.tokens[:place], token]
+        self._corrected = chain = _Chain(start, [token], proposal.rng, assumed)
+        try:
+            yield from self._grow(chain, k, assumed)
+        except Exception:
+            self._corrected = None
+            raise
+
+    def _put_aside(self, base: int) -> None:
+        """Take the rows from `base` on out of the cache."""
+        kept = cast(KeepsRows, self.graph).keep(base)
+        self._displaced = _Displaced(base, kept, self._cached[base:])
+        self.graph.truncate(base)
+        del self._cached[base:]
+
+    def _put_back(self) -> None:
+        """Have the cache hold again what was put aside."""
+        if self._displaced is not None:
+            base, displaced = self._displaced.base, self._displaced
+            self.graph.truncate(base)
+            del self._cached[base:]
+            self._cached.extend(displaced.tokens)
+            cast(KeepsRows, self.graph).bring_back(displaced.kept)
 
     def observe(self, committed: Sequence[int], output: Output | None, rows: Sequence[int]) -> None:
         """Nothing to do: the cache is compared with the context when the next draft begins."""
@@ -236,6 +316,8 @@ class ModelDrafter:
                     chain.ended = True
                     return
                 column, chances = choice
+                if self._doubting:
+                    chain.doubts.append(doubt(cast(Float32Array | TopRows, row), column))
                 chain.tokens.append(column if self.vocab_ids is None else int(self.vocab_ids[column]))
                 chain.drawn_from.append(chances)
                 yield chain.tokens[-1]
@@ -245,14 +327,21 @@ class ModelDrafter:
 
     def _come_true(self, context: Sequence[int], sampling: Sampling, k: int) -> _Chain | None:
         """The chain that was drafted ahead, if the context is the one assumed and the window need not slide."""
-        chain, self._ahead = self._ahead, None
-        if chain is None or context is not self._source or sampling is not self._sampling:
-            return None
-        fits = len(context) - self._start + k - 1 <= self.graph.max_context
-        if not fits or len(context) != chain.start or list(context[-len(chain.assumed) :]) != chain.assumed:
-            return None
-        self._push(context)
-        return chain
+        ahead, corrected = self._ahead, self._corrected
+        try:
+            fits = len(context) - self._start + k - 1 <= self.graph.max_context
+            if context is not self._source or sampling is not self._sampling or not fits:
+                return None
+            if ahead is not None and ahead.is_behind(context):
+                self._put_back()
+            elif corrected is None or not corrected.is_behind(context):
+                return None
+            else:
+                ahead = corrected
+            self._push(context)
+            return ahead
+        finally:
+            self._drop_assumed()
 
     def _push(self, context: Sequence[int]) -> None:
         """Show the penalties what was committed."""
@@ -265,7 +354,7 @@ class ModelDrafter:
         """Forget what a chain holds beyond k tokens, in the cache too."""
         if len(chain.tokens) <= k:
             return
-        del chain.tokens[k:], chain.drawn_from[k:]
+        del chain.tokens[k:], chain.drawn_from[k:], chain.doubts[k:]
         chain.ended = False
         keep = self._checked + k - 1
         if keep < len(self._cached):

@@ -3,7 +3,9 @@
 The draft assumes that all of its tokens are accepted and that the target's own token after them is the one that
 it would have drafted next, one round deep at most; PEARL (arXiv 2408.11850) drafts beside the verify in this way.
 Where that comes true, the next round begins with its draft ready; where not, the work is dropped and the draft
-rewinds. Either way a round proposes what it would have proposed without it, so the text is the same.
+rewinds. In time that is left then it may draft behind the likeliest correction too (`runtime.corrections`), so that one
+rejection finds its draft ready as well. Either way a round proposes what it would have proposed without it, so the text
+is the same.
 
 From the start of a piece of work to its end, the drafter and its graph belong to the thread. `Ahead.settle` and
 `Ahead.drop` take them back, before anything else may touch them.
@@ -22,6 +24,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from outrider.contracts import Clock, Drafter, Proposal
+from outrider.runtime.corrections import Correcting, Correction
 from outrider.runtime.uniforms import draft_generator
 from outrider.runtime.verify import Decision
 
@@ -69,22 +72,33 @@ class Timeline(Protocol):
 
 
 class Worked(NamedTuple):
-    """Assumed work that ended: draft steps, the seconds that they took, and how many of them were for nothing."""
+    """Assumed work that ended: draft steps, the seconds that they took, and how many of them were for nothing.
+
+    Of `corrections` that were drafted behind and put to the test, `held` came true.
+    """
 
     steps: int = 0
     seconds: float = 0.0
     wasted: int = 0
+    corrections: int = 0
+    held: int = 0
 
 
 @dataclass(eq=False)
 class _Piece:
-    """Assumed work in flight. The thread writes all but `cancelled` and `came_true`, and wakes its owner."""
+    """Assumed work in flight. The thread writes all but what its owner found, and wakes its owner."""
 
     name: str
     work: Generator[int, None, None]
     start: int  # length of the text if everything comes true
+    after: Generator[Correction | int, None, None] | None = None  # in time that is left
+    until_s: float = 0.0  # of the clock, from its start on
     cancelled: bool = False
     came_true: bool = False
+    judged: bool = False
+    corrected: bool = False  # what came true is the correction
+    correction: Correction | None = None  # that is drafted behind
+    later: int = 0  # steps behind it
     guess: int | None = None
     guessed: bool = False  # `guess` is final
     finished: bool = False
@@ -105,11 +119,25 @@ class _Piece:
                 if self.cancelled:
                     break
             self.work.close()
+            if self.after is not None and not self.cancelled:
+                self._correct(self.after, clock, begin)
         except Exception as error:  # its owner knows what that means for the text
             self.error = error
         self.seconds = clock() - begin
         self.guessed = self.finished = True
         self._tell(timeline)
+
+    def _correct(self, after: Generator[Correction | int, None, None], clock: Clock, begin: float) -> None:
+        """Draft behind a correction, while whole steps fit into the time that is left."""
+        step_s = (clock() - begin) / max(self.steps, 1)
+        for item in after:
+            if not isinstance(item, Correction):
+                self.steps, self.later = self.steps + 1, self.later + 1
+            if self.cancelled or self.judged or clock() + step_s > begin + self.until_s:
+                break
+            if isinstance(item, Correction):
+                self.correction = item
+        after.close()
 
     def _tell(self, timeline: Timeline | None) -> None:
         self.wake.put(None)
@@ -137,12 +165,18 @@ class Ahead:
         piece = self._piece
         return piece is not None and piece.name == name and piece.came_true and piece.start == length
 
-    def start(self, name: str, drafter: Drafter, seed: int, start: int, k: int) -> bool:
-        """Let a drafter assume a text of `start` tokens and draft k behind it; False where that cannot be."""
+    def start(
+        self, name: str, drafter: Drafter, seed: int, start: int, k: int, beside_s: float = 0.0
+    ) -> bool:
+        """Let a drafter assume a text of `start` tokens and draft k behind it; False where that cannot be.
+
+        What then is left of `beside_s` goes to the likeliest correction.
+        """
         if k < 1 or name in self._failed or not isinstance(drafter, OverlapDrafter):
             return False
         self.drop()
-        piece = _Piece(name, drafter.assume(k, draft_generator(seed, start)), start)
+        after = drafter.correct(k) if beside_s > 0.0 and isinstance(drafter, Correcting) else None
+        piece = _Piece(name, drafter.assume(k, draft_generator(seed, start)), start, after, beside_s)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="outrider-draft", daemon=True)
             self._thread.start()
@@ -157,14 +191,19 @@ class Ahead:
         piece = self._piece
         if piece is None:
             return None
-        if decision.cut or decision.accepted < len(proposal):
+        place, token, whole = decision.accepted, decision.tokens[-1], decision.accepted == len(proposal)
+        if decision.cut:
             piece.cancelled = True
             return None
-        if not piece.guessed:
+        if whole and not piece.guessed:
             self._wait(piece, lambda: piece.guessed)
-        piece.came_true = piece.guess == decision.tokens[-1]
+        right = whole and piece.guess == token
+        piece.corrected = not right and piece.correction == (place, token)
+        piece.judged, piece.came_true = True, right or piece.corrected
         piece.cancelled = not piece.came_true
-        return None if piece.guess is None else piece.came_true
+        if piece.corrected:
+            piece.start -= len(proposal) - place
+        return None if piece.guess is None or not whole else right
 
     def settle_missed(self) -> None:
         """Wait until the drafter is free, unless what it assumed came true."""
@@ -214,12 +253,17 @@ class Ahead:
 
     def _settled(self, piece: _Piece) -> None:
         self._piece = None
-        used = piece.came_true and piece.error is None
+        used = piece.later if piece.corrected else piece.steps - piece.later
+        if not piece.came_true or piece.error is not None:
+            used = 0
+        tried = piece.judged and piece.correction is not None
         worked = self._worked
         self._worked = Worked(
             worked.steps + piece.steps,
             worked.seconds + piece.seconds,
-            worked.wasted + (0 if used else piece.steps),
+            worked.wasted + piece.steps - used,
+            worked.corrections + tried,
+            worked.held + piece.corrected,
         )
         if piece.error is not None:
             self._failed.add(piece.name)

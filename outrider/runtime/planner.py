@@ -43,11 +43,13 @@ class Modes(NamedTuple):
     """How rounds may draft: the drafters that may do so beside a verify forward, and whether before it is allowed.
 
     `piecewise` are those that catch up piece by piece: until the first piece is measured, no more is at stake.
+    `correcting` are those that can draft behind a correction, beside a verify.
     """
 
     overlap: frozenset[str] = frozenset()
     serial: bool = True
     piecewise: frozenset[str] = frozenset()
+    correcting: frozenset[str] = frozenset()
 
 
 SERIAL = Modes()
@@ -92,7 +94,7 @@ def choose(costs: Costs, acceptance: Acceptance, objective: Objective, limits: L
         return Plan(None, 0, "none", pace_s=plain.pace_s, reason=reason)
     mode: Literal["serial", "overlapped"] = "overlapped" if best.overlapped else "serial"
     reason = f"{promise:.2f} x plain expected"
-    return Plan(best.drafter, best.k, mode, pace_s=best.pace_s, reason=reason)
+    return Plan(best.drafter, best.k, mode, pace_s=best.pace_s, reason=reason, beside_s=best.beside_s)
 
 
 def _best(
@@ -134,7 +136,8 @@ class Observation:
 
     `ready`: the draft was made beside the last verify, so `draft_s` was a wait for it. `beside`: the next one was
     begun beside this one's; `guess` says whether its first token came true (None: untested). `ahead_steps` draft
-    steps that ran beside a verify ended in this round, after `ahead_s`.
+    steps that ran beside a verify ended in this round, after `ahead_s`. `corrected`: whether the correction that was
+    drafted behind came true (None: none was, or it was not put to the test).
     """
 
     plan: Plan
@@ -154,6 +157,7 @@ class Observation:
     guess: bool | None = None
     ahead_steps: int = 0
     ahead_s: float = 0.0
+    corrected: bool | None = None
 
 
 class Planner:
@@ -174,6 +178,7 @@ class Planner:
         self._estimates = CostEstimates(costs or {})
         self._beside = CostEstimates((costs or {}).get("overlapped", {}))  # of what ran beside each other
         self._guesses: dict[str, Guesses] = {}
+        self._corrections: dict[str, Guesses] = {}
         self._trials: dict[str, Trial] = {}
         self._evidence: dict[tuple[str, str], Evidence] = {}
         self._accounts: dict[str, Account] = {}
@@ -194,13 +199,14 @@ class Planner:
         beside = {"overlapped": self._beside.to_dict()} if self._beside.verify_s else {}
         return {**self._estimates.to_dict(), **beside}
 
-    def acceptance(self, kinds: Mapping[str, str]) -> Acceptance:
+    def acceptance(self, kinds: Mapping[str, str], correcting: frozenset[str] = frozenset()) -> Acceptance:
         """Estimates for drafters whose next proposals are of these kinds (`""` when unknown)."""
         evidence = {name: self._of(name, kind) for name, kind in kinds.items()}
         return Acceptance(
             {name: seen.conditional() for name, seen in evidence.items()},
             {name: seen.proposed() for name, seen in evidence.items()},
             {name: self._guesses[name].share for name in kinds if name in self._guesses},
+            {name: self._correction(name).share for name in kinds if name in correcting},
         )
 
     def begin(self, widths: tuple[int, ...] | None = None) -> None:
@@ -214,7 +220,7 @@ class Planner:
         for account in self._accounts.values():
             account.interval = min(account.interval, 64)
             account.steps = min(account.steps, account.allowance)
-        for guesses in self._guesses.values():
+        for guesses in (*self._guesses.values(), *self._corrections.values()):
             guesses.fade(0.7)
         for trial in self._trials.values():
             trial.interval = min(trial.interval, 64)
@@ -254,7 +260,7 @@ class Planner:
         catch_up_s = self._catch_ups(at_stake, limits.horizon)
         limits = replace(limits, risk_s=self._risks(kinds), catch_up_s=catch_up_s)
         objective = directive.objective if directive is not None else self.objective
-        self._asked = _Asked(self.costs, self.acceptance(kinds), objective, limits)
+        self._asked = _Asked(self.costs, self.acceptance(kinds, modes.correcting), objective, limits)
         plan = choose(*self._asked)
         if not plan.k and len(self._estimates.verify_s) == 1:
             plan = self._first_draft(plan, self._asked)
@@ -275,13 +281,20 @@ class Planner:
         if name is None or name not in limits.overlap:
             return plan
         if not limits.serial_allowed:
-            return replace(plan, mode="overlapped")
+            return replace(plan, mode="overlapped", beside_s=self._left_to_correct(plan, modes))
         if not self._estimates.verify_s or name not in self._estimates.draft_s:
             return plan
         kinds = {name: kinds.get(name, "")}
         objective = directive.objective if directive is not None else self.objective
-        best = choose(self.costs, self.acceptance(kinds), objective, limits)
-        return replace(plan, mode=self._try_overlap(best, kinds, objective, limits).mode)
+        best = choose(self.costs, self.acceptance(kinds, modes.correcting), objective, limits)
+        best = self._try_overlap(best, kinds, objective, limits)
+        return replace(plan, mode=best.mode, beside_s=best.beside_s)
+
+    def _left_to_correct(self, plan: Plan, modes: Modes) -> float:
+        """How long the verify of an overlapped plan will take, where its draft may use what is left of that."""
+        if plan.drafter not in modes.correcting or not self._estimates.verify_s:
+            return 0.0
+        return Prices(self.costs, self.objective, Limits(plan.k, self._widths), plan.k).beside_s[plan.k]
 
     def wants_price(self, name: str) -> bool:
         """Whether a draft step of this drafter, without a draft, is what is missing to choose by; twice at most."""
@@ -351,6 +364,8 @@ class Planner:
             self._beside.learn_draft(name, seen.ahead_steps, seen.ahead_s, 0)
         if seen.guess is not None:
             self._guesses.setdefault(name, Guesses()).add(seen.guess)
+        if seen.corrected is not None:
+            self._correction(name).add(seen.corrected)
         if seen.ready:
             return 0.0
         self._priced.pop(name, None)
@@ -425,6 +440,9 @@ class Planner:
 
     def _stint(self, name: str) -> Stint:
         return self._stints.setdefault(name, Stint())
+
+    def _correction(self, name: str) -> Guesses:
+        return self._corrections.setdefault(name, Guesses(0.3, 3.0))
 
     def _trial(self, name: str) -> Trial:
         return self._trials.setdefault(name, Trial())

@@ -26,11 +26,13 @@ class Acceptance:
     `proposed` holds P(draft j is drafted | it was asked for, those before were drafted), for drafters that may
     stop short of k by themselves (absent: they never do). The last entry goes on. `guessed` is P(the draft's next
     token is the target's too | all k before were accepted, and it is sure of one); absent: as the next draft.
+    `corrected` is P(the correction that was drafted behind comes true), for drafters that draft behind one.
     """
 
     conditional: Mapping[str, tuple[float, ...]]
     proposed: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     guessed: Mapping[str, float] = field(default_factory=dict)
+    corrected: Mapping[str, float] = field(default_factory=dict)
 
 
 def expected_tokens(conditional: tuple[float, ...], k: int) -> float:
@@ -50,6 +52,7 @@ class PlannedRound(NamedTuple):
     k: int
     pace_s: float
     overlapped: bool = False
+    beside_s: float = 0.0  # of its verify, where what the draft has left of that goes to a correction
 
 
 class Prices:
@@ -157,7 +160,8 @@ class Prices:
         """The same of rounds beside whose verify the next is drafted, as it goes on average.
 
         With h = P(all k drafts and the guess after them come true), a round waits for its own draft with 1 - h,
-        and with h for what is left of the k + 1 steps that ran beside the verify before it.
+        and with h for what is left of the k + 1 steps that ran beside the verify before it. Where whole steps fit
+        into what these leave of a verify, they may draft behind a correction, and are saved where that comes true.
         """
         conditional = acceptance.conditional[drafter]
         proposed = acceptance.proposed.get(drafter, (1.0,))
@@ -187,6 +191,13 @@ class Prices:
             work_j = early_j + whole * self._verify_j(k)
             work_j += ((1.0 - held) * drafting + ahead) * self._step_j(drafter)
             yield self.round(drafter, k, tokens, work_s, work_j, beside=True)
+            fits = min(k, int((self.beside_s[k] - (1.0 + k) * beside_s) / beside_s)) if beside_s > 0.0 else k
+            if drafter in acceptance.corrected and fits > 0:
+                saved = min(acceptance.corrected[drafter], 1.0 - held) * fits
+                work_s -= saved * step_s
+                work_j += (whole * goes_on * fits - saved) * self._step_j(drafter)
+                cost = self.round(drafter, k, tokens, work_s, work_j, beside=True)
+                yield cost._replace(beside_s=self.beside_s[k])
 
     def _verify_j(self, k: int) -> float:
         return self.joules[k] if self.joules is not None else 0.0

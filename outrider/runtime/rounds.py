@@ -283,7 +283,7 @@ class Engine:
         result = self._report(run, plan, len(proposal), decision, verifying - drafting, verified - verifying)
         self._ahead.settle_missed()
         worked = self._ahead.collect()
-        run.stats.count_ahead(run.beside, run.guess, worked.steps, worked.wasted)
+        run.stats.count_ahead(run.beside, run.guess, worked)
         round_s = self._clock() - begin - run.caught.slept_s - run.caught.seconds
         self._account(run, result, len(pending), round_s, worked)
         self._tell(run, result, len(pending), round_s, worked)
@@ -341,7 +341,8 @@ class Engine:
         run.kinds = self._kinds(run.context, names)
         run.backlogs = {name: self._backlog(name, run.context) for name in run.kinds}
         serial = request.drafting != "overlapped"
-        modes = Modes(self._overlapping(request), serial, self._catching_up.names)
+        able = frozenset(name for name in names if getattr(self.drafters[name], "corrects", False))
+        modes = Modes(self._overlapping(request), serial, self._catching_up.names, able)
         if request.k == "auto":
             return self._chosen(run, most, directive, modes)
         plan = Plan(None, 0, "none", reason="nothing to propose")
@@ -420,8 +421,8 @@ class Engine:
             return False
         start = len(run.context) + len(proposal) + 1
         most = min(run.limit - start, self._widest or self.target.max_context) - 1
-        seed = run.request.sampling.seed
-        return self._ahead.start(plan.drafter, self.drafters[plan.drafter], seed, start, min(plan.k, most))
+        drafter, seed = self.drafters[plan.drafter], run.request.sampling.seed
+        return self._ahead.start(plan.drafter, drafter, seed, start, min(plan.k, most), plan.beside_s)
 
     def _verify(
         self, pending: Sequence[int], proposal: Proposal, judge: Judge
@@ -477,6 +478,7 @@ class Engine:
                 guess=run.guess,
                 ahead_steps=worked.steps,
                 ahead_s=worked.seconds,
+                corrected=bool(worked.held) if worked.corrections else None,
             )
         )
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.contracts import as_json
+
+if TYPE_CHECKING:
+    from outrider.runtime.overlap import Worked
 
 __all__ = ["Stats"]
 
@@ -21,6 +24,7 @@ class Stats:
 
     `overlapped_rounds` had the next round drafted beside their verify: of `guesses` of the token in between that
     were put to the test `guesses_held` came true, and of `ahead_steps` draft steps `wasted_steps` were dropped.
+    In `corrections` of these rounds the likeliest correction was drafted behind too; `corrections_held` came true.
     `draft_s` holds what the engine drafted itself or waited for, not what was drafted beside a verify.
     """
 
@@ -47,6 +51,8 @@ class Stats:
     guesses_held: int = 0
     ahead_steps: int = 0
     wasted_steps: int = 0
+    corrections: int = 0
+    corrections_held: int = 0
     level: str | None = None
     flags: tuple[str, ...] = ()
 
@@ -90,13 +96,15 @@ class Stats:
             self.evaluated_at[position] += 1
             self.accepted_at[position] += position < accepted
 
-    def count_ahead(self, overlapped: bool, guess: bool | None, steps: int, wasted: int) -> None:
+    def count_ahead(self, overlapped: bool, guess: bool | None, worked: Worked) -> None:
         """Add what one round had drafted beside verify forwards; `guess` None was not put to the test."""
         self.overlapped_rounds += overlapped
         self.guesses += guess is not None
         self.guesses_held += bool(guess)
-        self.ahead_steps += steps
-        self.wasted_steps += wasted
+        self.ahead_steps += worked.steps
+        self.wasted_steps += worked.wasted
+        self.corrections += worked.corrections
+        self.corrections_held += worked.held
 
     def to_dict(self) -> dict[str, Any]:
         """All counters and the derived rates, ready for `json`."""

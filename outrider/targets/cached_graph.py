@@ -6,9 +6,11 @@ A backend brings a `Runner`, which knows buffers and one library; `CachedGraph` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.contracts import BoolArray, Float32Array, IntArray, LogitsRequest, Output, TopK, TopRows
 from outrider.errors import BackendError, ContextError
@@ -50,6 +52,25 @@ class TopRunner(Runner, Protocol):
     ) -> tuple[TopRows, list[Float32Array]]:
         """As `run` for all rows, with the n largest logits of each, equals by lower id, in place of all."""
         ...
+
+
+@runtime_checkable
+class RowRunner(Protocol):
+    """A runner whose cache is in reach: rows of it can be put aside."""
+
+    def rows(self, start: int, end: int) -> NDArray[Any]:
+        """A copy of these rows of the cache."""
+        ...
+
+    def put(self, start: int, rows: NDArray[Any]) -> None:
+        """Write them back."""
+        ...
+
+
+@dataclass(frozen=True)
+class _KeptRows:
+    positions: IntArray  # [n]
+    rows: NDArray[Any]
 
 
 class CachedGraph:
@@ -126,6 +147,29 @@ class CachedGraph:
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot truncate to {length}: the cache holds {self._length} tokens")
         self._length, self._pending = length, 0
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether its cache is in reach of `keep`."""
+        return isinstance(self._runner, RowRunner)
+
+    def keep(self, start: int) -> object:
+        """A copy of the committed rows from `start` on, for `bring_back`. Raises BackendError where there is no way."""
+        if not isinstance(self._runner, RowRunner):
+            raise BackendError(f"the cache of this graph is out of reach: {self.library} holds it")
+        if not 0 <= start <= self._length:
+            raise ValueError(f"cannot keep rows from {start}: the cache holds {self._length} tokens")
+        positions = self._positions[start : self._length].copy()
+        return _KeptRows(positions, self._runner.rows(start, self._length))
+
+    def bring_back(self, kept: object) -> None:
+        """Commit what `keep` returned again, behind the same rows as it was."""
+        if not isinstance(kept, _KeptRows) or not isinstance(self._runner, RowRunner):
+            raise ValueError(f"{type(kept).__name__} is not what `keep` of this graph returned")
+        end = self._length + len(kept.positions)
+        self._runner.put(self._length, kept.rows)
+        self._positions[self._length : end] = kept.positions
+        self._length, self._pending = end, 0
 
     def close(self) -> None:
         """Free the graph; closing twice is allowed."""

@@ -199,6 +199,19 @@ class FakeGraph:
         del self._kv[length:]
         self._fresh = []
 
+    keeps_rows = True
+
+    def keep(self, start: int) -> list[tuple[int, int]]:
+        """A copy of the committed pairs from `start` on."""
+        return self._kv[start:]
+
+    def bring_back(self, kept: object) -> None:
+        """Commit what `keep` returned again."""
+        if not isinstance(kept, list):
+            raise ValueError(f"{kept!r} is not what `keep` returned")
+        self._kv.extend(kept)
+        self._fresh = []
+
     def close(self) -> None:
         """Mark the graph closed; closing twice is allowed."""
         self.closed = True

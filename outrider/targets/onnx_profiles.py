@@ -135,6 +135,14 @@ class InplaceRunner:
         if not np.array_equal(rows, np.arange(len(rows))):
             self.cache[:, :, :, length : length + len(rows)] = self.cache[:, :, :, length + rows]
 
+    def rows(self, start: int, end: int) -> NDArray[Any]:
+        """A copy of these rows of the cache, [2 L, 1, G, n, d]."""
+        return self.cache[:, :, :, start:end].copy()
+
+    def put(self, start: int, rows: NDArray[Any]) -> None:
+        """Write them back."""
+        self.cache[:, :, :, start : start + rows.shape[3]] = rows
+
     def close(self) -> None:
         """Release the binding and the session."""
         self.binding = self.session = None
@@ -202,6 +210,14 @@ class SplitRunner:
     def commit(self, length: int, rows: IntArray) -> None:
         """Copy the kept rows into the cache."""
         self.cache[:, :, :, length : length + len(rows)] = self.present[:, :, :, rows]
+
+    def rows(self, start: int, end: int) -> NDArray[Any]:
+        """A copy of these rows of the cache, [2 L, 1, G, n, d]."""
+        return self.cache[:, :, :, start:end].copy()
+
+    def put(self, start: int, rows: NDArray[Any]) -> None:
+        """Write them back."""
+        self.cache[:, :, :, start : start + rows.shape[3]] = rows
 
     def close(self) -> None:
         """Release the buffers."""
