@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,10 +28,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails the run")
 
 
-def pytest_configure() -> None:
-    """Heed Ctrl-C, which nohup and background jobs have ignored: what tests start inherits that, and waits for it."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Heed Ctrl-C, which nohup and background jobs have ignored: what tests start inherits that, and waits for it.
+
+    And give all processes of a run one folder for what is too costly to make in each.
+    """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = os.environ["OUTRIDER_TEST_RUN"] = tempfile.mkdtemp(prefix="outrider-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_old_is_not_walked_again() -> None:
+    """A collection of garbage looks at all that is alive: seconds each, with what torch and its compilers keep."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -1,11 +1,11 @@
-"""Tiny models as .pte, exported once a test run: an export takes seconds, whatever the weights."""
+"""Tiny models as .pte, exported once a test run: an export takes many seconds, whatever the weights."""
 
 from __future__ import annotations
 
-import atexit
+import fcntl
 import functools
-import shutil
-import tempfile
+import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,6 @@ class TinyPte:
 
 
 @functools.cache
-def _folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="outrider-pte-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-@functools.cache
 def tiny_pte(
     family: str,
     precision: str = "fp32",
@@ -38,21 +31,45 @@ def tiny_pte(
     widths: tuple[int, ...] = (16,),
     hidden_layers: tuple[int, ...] = (),
 ) -> TinyPte:
-    """Export a model of `families` for XNNPACK with its context; the same arguments give the same files."""
+    """Export a model of `families` for XNNPACK with its context; the same arguments give the same files.
+
+    The processes of a run share them: the first one exports, and the others wait for it.
+    """
+    model = families.oracle(family)
+    name = "-".join([family, precision, profile, *map(str, widths), "hidden", *map(str, hidden_layers)])
+    folder = Path(os.environ["OUTRIDER_TEST_RUN"], "pte", name)
+    folder.mkdir(parents=True, exist_ok=True)
+    said = folder / "said.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not said.exists():
+            made = _export(folder, family, model, precision, profile, widths, hidden_layers)
+            said.write_text(json.dumps(made))
+    found = json.loads(said.read_text())
+    return TinyPte(Path(found["path"]), found["meta"], found["notes"], model)
+
+
+def _export(
+    folder: Path,
+    family: str,
+    model: Any,
+    precision: str,
+    profile: str,
+    widths: tuple[int, ...],
+    hidden_layers: tuple[int, ...],
+) -> dict[str, Any]:
     from outrider.export.executorch import export_pte
     from outrider.quantize.executorch import executorch_recipe
 
-    model = families.oracle(family)
     weights = families.weights_of(family, model)
-    name = "-".join([family, precision, profile, *map(str, widths), "hidden", *map(str, hidden_layers)])
     lowered = export_pte(
         weights.config,
         weights,
         executorch_recipe(precision),
-        _folder() / name,
+        folder / "exported",
         profile=profile,
         max_context=families.CONTEXT,
         widths=widths,
         hidden_layers=hidden_layers,
     )
-    return TinyPte(lowered.files[0], dict(lowered.meta), dict(lowered.notes), model)
+    return {"path": str(lowered.files[0]), "meta": dict(lowered.meta), "notes": dict(lowered.notes)}
