@@ -143,8 +143,8 @@ def test_what_core_ml_is_told_reaches_the_plans() -> None:
     assert [plan.folder for plan in found["target"]] == ["target/coreml", "target/coreml_split", "target"]
     assert [plan.widths for plan in found["target"]] == [(1, 5), (1, 5), ()]
     assert (found["draft"][0].recipe, found["draft"][0].widths) == ("lut4", (1, 4))
-    scheme_for = RoleOptions("d", coreml_overrides="head=lut6-g8").coreml_scheme("draft").scheme_for
-    assert (scheme_for("head"), scheme_for("layers.0.down")) == (Palette(6, 8), Palette(6, 16))
+    scheme_for = RoleOptions("d", coreml_overrides="head=lut6-g16").coreml_scheme("draft").scheme_for
+    assert (scheme_for("head"), scheme_for("layers.0.down")) == (Palette(6, 16), Palette(6, 8))
 
 
 @pytest.mark.parametrize(

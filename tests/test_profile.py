@@ -17,6 +17,7 @@ import pytest
 import outrider
 from outrider.contracts import Clock, Reading, Sampling
 from outrider.errors import UsageError
+from outrider.power.energy import EnergyModel
 from outrider.power.monitor import Monitor
 from outrider.power.report.profile_trace import (
     ProfileError,
@@ -488,7 +489,8 @@ def test_a_cap_is_taken_where_power_is_measured(pipeline: Any, tmp_path: Path) -
 def test_a_rest_that_was_measured_is_no_reason_to_be_silent_about_runs_that_were_not() -> None:
     clock = VirtualClock()
     monitor = SimpleNamespace(listeners=[], periods={"slow:in": 1.0}, interval_s=1.0)
-    meter = RunMeter(SimpleNamespace(clock=clock, monitor=monitor, rest=lambda s: ()))  # type: ignore[arg-type]
+    rig = SimpleNamespace(clock=clock, monitor=monitor, rest=lambda s: (), energy_model=EnergyModel())
+    meter = RunMeter(rig)  # type: ignore[arg-type]
 
     def window(seconds: float, heard_s: float, **options: Any) -> RunEnergy | None:
         meter.begin()
