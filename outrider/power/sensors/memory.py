@@ -152,7 +152,7 @@ def _level(system: System, folder: Path) -> _Level | None:
     if not limits or in_use is None:
         return None
     stat = read_text(folder / "memory.stat") or ""
-    found = re.findall(r"^((?:total_)?(?:in)?active_file) ([0-9]+)", stat, re.MULTILINE)
-    pages = {name: float(size) for name, size in found}
+    listed = re.findall(r"^((?:total_)?(?:in)?active_file) ([0-9]+)", stat, re.MULTILINE)
+    pages = {name: float(size) for name, size in listed}
     cache = sum(pages.get(f"total_{name}", pages.get(name, 0.0)) for name in _FILE_PAGES)
     return _Level(min(limits), max(in_use - cache, 0.0))
