@@ -204,10 +204,10 @@ def test_the_demo_ends_with_k_under_heat_on_an_exported_bundle(quantized_bundle:
     with outrider.load(quantized_bundle, governor=False) as pipeline:
         plain = demo._answer(pipeline, 24, k=0)
     seen = []
-    monkeypatch.setattr(demo, "_judge", seen.append)
+    monkeypatch.setattr(demo, "_judge", lambda replay, **_: seen.append(replay))
     monkeypatch.setattr(heat_replay, "Tempo", Stepping)
     monkeypatch.setattr(heat_replay, "_add", add)
-    demo._heat(quantized_bundle, 24, plain)
+    demo._heat(quantized_bundle, 24, plain, None)
     (replay,) = seen
     assert replay.difference is None
     levels = [stretch.level for stretch in replay.stretches]
