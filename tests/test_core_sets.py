@@ -360,14 +360,19 @@ def test_where_one_core_is_big_everything_runs_there_unless_threads_are_asked_fo
             assert pipeline.engine.target.cores != tuple(HERE[1:2])  # type: ignore[attr-defined]
 
 
-def test_a_nice_pipeline_has_its_threads_yield_and_leaves_other_threads_alone(float_bundle: Path) -> None:
+def test_a_nice_pipeline_has_its_threads_yield_and_leaves_other_threads_alone(
+    float_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        core_sets, "NICENESS", 1
+    )  # enough to see: at 10 a busy machine would let the test starve
     seen: dict[int, tuple[int, int]] = {}
     before = set(os.listdir("/proc/self/task"))
     mine = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
 
     def work() -> None:
         with outrider.load(float_bundle, threads=2, nice=True, governor=False) as pipeline:
-            options: dict[str, Any] = {"k": 2, "drafter": "model", "drafting": "overlapped", "max_tokens": 24}
+            options: dict[str, Any] = {"k": 2, "drafter": "model", "drafting": "overlapped", "max_tokens": 12}
             for _ in pipeline.stream(PROMPT, ignore_eos=True, **options):
                 for task in map(int, set(os.listdir("/proc/self/task")) - before):
                     seen[task] = os.getpriority(os.PRIO_PROCESS, task), os.sched_getscheduler(task)
@@ -376,5 +381,5 @@ def test_a_nice_pipeline_has_its_threads_yield_and_leaves_other_threads_alone(fl
     thread.start()
     thread.join()
     assert len(seen) >= 4  # the caller, a thread of each graph, and the draft's
-    assert set(seen.values()) == {(max(10, mine[0]), os.SCHED_BATCH)}
+    assert set(seen.values()) == {(max(1, mine[0]), os.SCHED_BATCH)}
     assert (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)) == mine

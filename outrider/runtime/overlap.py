@@ -74,7 +74,7 @@ class Timeline(Protocol):
 class Worked(NamedTuple):
     """Assumed work that ended: draft steps, the seconds that they took, and how many of them were for nothing.
 
-    Of `corrections` that were drafted behind and put to the test, `held` came true.
+    Of `corrections` that were drafted behind and put to the test, `held` came true, with `behind` steps done.
     """
 
     steps: int = 0
@@ -82,6 +82,7 @@ class Worked(NamedTuple):
     wasted: int = 0
     corrections: int = 0
     held: int = 0
+    behind: int = 0
 
 
 @dataclass(eq=False)
@@ -264,6 +265,7 @@ class Ahead:
             worked.wasted + piece.steps - used,
             worked.corrections + tried,
             worked.held + piece.corrected,
+            worked.behind + (piece.later if piece.corrected else 0),
         )
         if piece.error is not None:
             self._failed.add(piece.name)

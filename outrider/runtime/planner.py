@@ -136,8 +136,8 @@ class Observation:
 
     `ready`: the draft was made beside the last verify, so `draft_s` was a wait for it. `beside`: the next one was
     begun beside this one's; `guess` says whether its first token came true (None: untested). `ahead_steps` draft
-    steps that ran beside a verify ended in this round, after `ahead_s`. `corrected`: whether the correction that was
-    drafted behind came true (None: none was, or it was not put to the test).
+    steps that ran beside a verify ended in this round, after `ahead_s`. Of `corrections` that were
+    drafted behind and put to the test by now, `corrected` came true.
     """
 
     plan: Plan
@@ -157,7 +157,8 @@ class Observation:
     guess: bool | None = None
     ahead_steps: int = 0
     ahead_s: float = 0.0
-    corrected: bool | None = None
+    corrections: int = 0
+    corrected: int = 0
 
 
 class Planner:
@@ -364,8 +365,8 @@ class Planner:
             self._beside.learn_draft(name, seen.ahead_steps, seen.ahead_s, 0)
         if seen.guess is not None:
             self._guesses.setdefault(name, Guesses()).add(seen.guess)
-        if seen.corrected is not None:
-            self._correction(name).add(seen.corrected)
+        for corrected in range(seen.corrections):
+            self._correction(name).add(corrected < seen.corrected)
         if seen.ready:
             return 0.0
         self._priced.pop(name, None)

@@ -478,20 +478,20 @@ class Engine:
                 guess=run.guess,
                 ahead_steps=worked.steps,
                 ahead_s=worked.seconds,
-                corrected=bool(worked.held) if worked.corrections else None,
+                corrections=worked.corrections,
+                corrected=worked.held,
             )
         )
 
     def _tell(self, run: _Run, result: Round, pending: int, round_s: float, worked: Worked) -> None:
-        """Let the governor know what ran; a last chunk and a draft that catches up are no usual work."""
+        """Let the governor know what ran (a draft that stops short, one step for nothing) and what was unusual."""
         drafter = result.plan.drafter
         run.odd = pending > 1 or run.backlogs.get(drafter or "", 0) > LONG_BACKLOG
         if pending > LONG_BACKLOG:
             self._governed.saw_prompt(pending, self._width(pending), round_s)
         else:
-            # a draft that stops short has run one step for nothing
-            steps = 0 if run.ready else min(result.plan.k, result.drafted + 1)
-            steps += worked.steps
+            needed = max(0, min(result.plan.k, result.drafted + 1) - worked.behind)
+            steps = worked.steps + (needed if worked.held or not run.ready else 0)
             self._governed.saw(self._width(pending + result.drafted), drafter, steps, run.odd, round_s)
 
     def _width(self, tokens: int) -> int:
