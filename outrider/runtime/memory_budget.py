@@ -226,13 +226,17 @@ def _of_role(role: str, graph: GraphEntry, wanted: int | None, chunk: int) -> Ro
 
 
 def _weights_mb(graph: GraphEntry) -> float:
-    """The weights, or the context binaries of one device that an NPU loads in their place, whichever are more."""
+    """The weights, or the context binaries of one device that an NPU loads in their place, whichever are more.
+
+    An embedding that shares its bytes with the head is there twice: the head packed, the table as rows are looked up.
+    """
     compiled: dict[str, int] = {}
     for name, file in graph.files.items():
         if graph.unit == "npu" and name.endswith(".bin"):
             folder = str(PurePosixPath(name).parent)
             compiled[folder] = compiled.get(folder, 0) + file.bytes
-    return max(resident_mb(graph), 1e-6 * max(compiled.values(), default=0))
+    tied = graph.weights is not None and not graph.gathered_bytes  # where the manifest tells
+    return max(resident_mb(graph) + tied * _loading_mb(graph), 1e-6 * max(compiled.values(), default=0))
 
 
 def logits_mb(role: str, vocab_size: int) -> float:
