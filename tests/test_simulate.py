@@ -125,6 +125,15 @@ def test_the_scenario_s_own_limits_take_the_place_of_the_device_s(limit_c: float
     assert profile.skin_limit_c == device.skin_limit_c
 
 
+def test_a_prompt_that_ends_after_the_day_costs_only_what_lies_within_it() -> None:
+    """Two seconds of a prompt that takes longer: seconds and joules are those of the two."""
+    slow = [replace(text, prompt_tokens=900) for text in TEXTS]
+    run = run_policy(replace(BOARD, duration_s=2.0), "plain", slow)
+    longer = run_policy(replace(BOARD, duration_s=4.0), "plain", slow)
+    assert run.seconds == pytest.approx(2.0)
+    assert run.energy_j == pytest.approx(longer.energy_j / 2.0, rel=0.05)
+
+
 def test_nothing_is_decoded_and_no_joule_counted_while_nobody_asks() -> None:
     resting = replace(PHONE, events=(Event(20.0, ask=False), Event(50.0, ask=True)), duration_s=60.0)
     run = run_policy(resting, "governed", TEXTS)

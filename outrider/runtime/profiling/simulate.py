@@ -236,8 +236,12 @@ class _Day:
                 self._count(done)
                 if machine.elapsed_s >= self.scenario.duration_s:
                     break
-        self.asked_s += machine.elapsed_s - begin_s
-        self.asked_j += machine.energy_j - begin_j
+        end_s, end_j = machine.elapsed_s, machine.energy_j
+        if end_s > self.scenario.duration_s:  # nobody asks any more: a slow prompt may end a minute later
+            end_s = self.scenario.duration_s
+            end_j = float(np.interp(end_s, *np.array(self.course).T))
+        self.asked_s += end_s - begin_s
+        self.asked_j += end_j - begin_j
 
     def _count(self, done: Round) -> None:
         self.tokens += len(done.tokens)
