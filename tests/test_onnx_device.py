@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.contracts import Sampling, TopK, TopRows
-from outrider.errors import ExportError, UsageError
+from outrider.errors import BackendError, ExportError, UsageError
 from outrider.export.onnx import GraphReport, export_graph
 from outrider.export.onnx_form import CUDA, GraphForm, as_half
 from outrider.quantize.recipes import get_recipe
@@ -116,6 +116,15 @@ def test_the_form_of_cuda_computes_in_float16_near_the_float32_graph(
     found = graph.forward(tokens[4:], logits="last").logits
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, wanted, atol=0.03 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("wrong", [{"top": 0}, {"chains": False}, {"dtypes": {"past_key_0": "float17"}}])
+def test_a_description_of_another_form_is_refused(
+    export: Callable[..., GraphReport], wrong: dict[str, Any]
+) -> None:
+    report = export(EXACT, "fp32")
+    with pytest.raises(BackendError, match="export the bundle again"):
+        OnnxGraph.load(report.path, {**report.meta, **wrong}, threads=1)
 
 
 def test_what_cuda_cannot_have_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from outrider.errors import BackendError
 
 __all__ = ["GraphMeta", "reading_description"]
@@ -59,7 +61,7 @@ class GraphMeta:
                 sliding_window=values["sliding_window"],
                 chains=bool(values.get("chains", False)),
                 top=int(values.get("top", 0)),
-                cache_dtype=str(values.get("dtypes", {}).get("past_key_0", "float32")),
+                cache_dtype=np.dtype(values.get("dtypes", {}).get("past_key_0", "float32")).name,
                 **{name: int(values[name]) for name in SIZES},
             )
 

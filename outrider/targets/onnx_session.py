@@ -30,11 +30,13 @@ def described(session: Any) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_context": context,
         "vocab_size": outputs.get("logits", [None])[-1],
+        "top": outputs.get("top_ids", [0])[-1],
         "hidden_size": next((shape[-1] for shape in hidden.values()), None),
     }
     return {
         "profile": "inplace" if "seqlens_k" in inputs else "split",
         "layers": len(cache),
+        "chains": "positions" not in inputs,
         "masks": tuple(name.removeprefix("mask_") for name in inputs if name.startswith("mask_")),
         "hidden_layers": tuple(hidden),
         **{name: size for name, size in sizes.items() if isinstance(size, int)},  # others are not fixed
