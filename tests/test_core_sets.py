@@ -23,7 +23,7 @@ from outrider.runtime.pipeline import Pipeline
 from outrider.targets import core_sets
 from outrider.targets.cached_graph import CachedGraph
 from outrider.targets.core_sets import cores_of, pinned, refuse_shared, unit_kind
-from outrider.targets.onnx_session import affinities, roaming
+from outrider.targets.onnx_session import SPINNING, affinities, roaming
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="only Linux pins threads to cores"
@@ -369,9 +369,12 @@ def test_a_nice_pipeline_has_its_threads_yield_and_leaves_other_threads_alone(
     seen: dict[int, tuple[int, int]] = {}
     before = set(os.listdir("/proc/self/task"))
     mine = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+    spins: set[str] = set()
 
     def work() -> None:
         with outrider.load(float_bundle, threads=2, nice=True, governor=False) as pipeline:
+            session = pipeline.engine.target._sessions.get(None)  # type: ignore[attr-defined]
+            spins.add(session.get_session_options().get_session_config_entry(SPINNING))
             options: dict[str, Any] = {"k": 2, "drafter": "model", "drafting": "overlapped", "max_tokens": 12}
             for _ in pipeline.stream(PROMPT, ignore_eos=True, **options):
                 for task in map(int, set(os.listdir("/proc/self/task")) - before):
@@ -380,6 +383,7 @@ def test_a_nice_pipeline_has_its_threads_yield_and_leaves_other_threads_alone(
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
+    assert spins == {"0"}
     assert len(seen) >= 4  # the caller, a thread of each graph, and the draft's
     assert set(seen.values()) == {(max(1, mine[0]), os.SCHED_BATCH)}
     assert (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)) == mine

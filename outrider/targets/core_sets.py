@@ -19,6 +19,7 @@ __all__ = [
     "big_cores",
     "core_set",
     "cores_of",
+    "is_nice",
     "pinned",
     "refuse_shared",
     "unit_kind",
@@ -110,6 +111,13 @@ def be_nice() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
     if hasattr(os, "sched_setscheduler"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def is_nice() -> bool:
+    """Whether this thread was told to yield, by `be_nice` or from outside; what it starts is, too."""
+    if not hasattr(os, "getpriority"):
+        return False
+    return os.getpriority(os.PRIO_PROCESS, 0) > 0
 
 
 def core_set(cores: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import onnxruntime as ort
 
 from outrider.errors import BackendError
+from outrider.targets.core_sets import is_nice
 from outrider.targets.huge_pages import new_memory_on_huge_pages
 
 __all__ = ["CPU", "Sessions", "affinities", "described", "roaming"]
@@ -49,6 +50,7 @@ ENTRIES = {
 }
 
 
+SPINNING = "session.intra_op.allow_spinning"
 _AFFINITIES = "session.intra_op_thread_affinities"  # processors are counted from 1
 
 
@@ -108,7 +110,10 @@ class Sessions:
         options.inter_op_num_threads = 1
         if self.threads:
             options.intra_op_num_threads = self.threads
-        for name, value in {**ENTRIES, **self.entries}.items():
+        spinning = (
+            {SPINNING: "0"} if is_nice() else {}
+        )  # who waits for a crowded core takes it from who has work
+        for name, value in {**ENTRIES, **spinning, **self.entries}.items():
             options.add_session_config_entry(name, value)
         if shape is not None:
             sizes = {"width": shape[0], "picked": shape[1], "columns": self.max_context + shape[0]}
