@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import ExportError, MissingExtraError, UsageError
-from outrider.export import device_plans
+from outrider.export import device_plans, role_graphs
 from outrider.export.device_plans import (
     GraphPlan,
     check_extras,
@@ -317,3 +318,12 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         options(npu_target=True, hidden_layers=(0,))
     with pytest.raises(UsageError, match="only a draft's head can be trimmed"):
         replace(options(), target=RoleOptions("t", vocab=100))
+
+
+@pytest.mark.parametrize(("machine", "arm"), [("x86_64", False), ("aarch64", True), ("arm64", True)])
+def test_graphs_are_written_for_arm_but_for_a_host_that_is_none(
+    machine: str, arm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    found = {name: role_graphs._is_arm(name) for name in DEVICES}
+    assert found == {name: arm if name == "host" else True for name in found}
