@@ -255,8 +255,10 @@ def test_behind_a_correction_is_proposed_what_would_be_drafted_now_and_no_row_of
     for context in contexts:
         context.extend(committed)
     before = len(graphs[0].forwards)
+    assert drafters[0].backlog(contexts[0]) <= drafters[1].backlog(contexts[1])
     one, two = propose()
     assert one == two
+    assert sum(graphs[0].forwards[before:]) <= sum(graphs[1].forwards[-k:])  # no row is run again for it
     assert graphs[0].kv == graphs[1].kv
     if comes != "something else":
         saved = min(ran, k) if comes == "the correction" else k

@@ -149,19 +149,23 @@ class ModelDrafter:
 
     def _forget(self) -> None:
         self._start, self._cached, self._source, self._checked = 0, [], None, 0
-        self._processor = self._proposed = None
+        self._processor = self._proposed = self._displaced = None
         self._drop_assumed()
 
     def _drop_assumed(self) -> None:
-        self._ahead = self._begun = self._corrected = self._displaced = None
+        """Forget what was assumed; rows that a correction displaced come back, for more of them may be committed."""
+        self._put_back()
+        self._ahead = self._begun = self._corrected = None
 
     def backlog(self, context: Sequence[int]) -> int:
         """How many tokens the draft must run before its first proposal; at least 1."""
+        aside = self._displaced  # rows that the next draft has back
+        cached = self._cached if aside is None else [*self._cached[: aside.base], *aside.tokens]
         if context is self._source:
-            known = context[self._start : self._start + len(self._cached)]
-            shared = common_prefix(self._cached, known, min(self._checked, len(known)))
+            known = context[self._start : self._start + len(cached)]
+            shared = common_prefix(cached, known, min(self._checked, len(known)))
             return len(context) - self._start - min(shared, len(context) - self._start - 1)
-        shared = common_prefix(self._cached, context) if self._start == 0 else 0
+        shared = common_prefix(cached, context) if self._start == 0 else 0
         return len(context) - min(shared, len(context) - 1)
 
     def catch_up(self, context: Sequence[int], k: int, sampling: Sampling, most: int) -> int:
@@ -281,12 +285,12 @@ class ModelDrafter:
 
     def _put_back(self) -> None:
         """Have the cache hold again what was put aside."""
-        if self._displaced is not None:
-            base, displaced = self._displaced.base, self._displaced
-            self.graph.truncate(base)
-            del self._cached[base:]
-            self._cached.extend(displaced.tokens)
-            cast(KeepsRows, self.graph).bring_back(displaced.kept)
+        aside, self._displaced = self._displaced, None
+        if aside is not None:
+            self.graph.truncate(aside.base)
+            del self._cached[aside.base :]
+            self._cached.extend(aside.tokens)
+            cast(KeepsRows, self.graph).bring_back(aside.kept)
 
     def observe(self, committed: Sequence[int], output: Output | None, rows: Sequence[int]) -> None:
         """Nothing to do: the cache is compared with the context when the next draft begins."""
@@ -332,12 +336,10 @@ class ModelDrafter:
             fits = len(context) - self._start + k - 1 <= self.graph.max_context
             if context is not self._source or sampling is not self._sampling or not fits:
                 return None
-            if ahead is not None and ahead.is_behind(context):
-                self._put_back()
-            elif corrected is None or not corrected.is_behind(context):
-                return None
-            else:
-                ahead = corrected
+            if ahead is None or not ahead.is_behind(context):
+                if corrected is None or not corrected.is_behind(context):
+                    return None
+                ahead, self._displaced = corrected, None
             self._push(context)
             return ahead
         finally:
