@@ -33,12 +33,11 @@ def _make(limit: int) -> Path | None:
             continue
         try:
             (folder / files[0]).write_text(str(limit))
+            if (folder / files[1]).exists():  # without swap accounting it is not there
+                (folder / files[1]).write_text("0" if files[1] == "memory.swap.max" else str(limit))
         except OSError:
             _remove(folder)
             continue
-        for name in files[1:]:  # without swap accounting it is not there
-            if (folder / name).exists():
-                (folder / name).write_text("0" if name == "memory.swap.max" else str(limit))
         return folder
     return None
 

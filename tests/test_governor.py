@@ -288,10 +288,12 @@ def test_memory_pressure_releases_the_draft_and_room_for_a_while_brings_it_back(
     low = governor.decide(State(1.0, memory_available_mb=100.0), TIMES)
     assert not low.draft_loaded
     assert "memory=low" in low.flags
+    silent = [State(2.0 + i) for i in range(60)]
+    assert not any(d.draft_loaded for d in run(governor, silent))  # nobody says that there is room now
     room = 400.0 + TUNING.memory_reserve_mb + TUNING.memory_return_mb
-    not_yet = [State(2.0 + i, memory_available_mb=room - 1.0) for i in range(60)]
+    not_yet = [State(62.0 + i, memory_available_mb=room - 1.0) for i in range(60)]
     assert not any(d.draft_loaded for d in run(governor, not_yet))
-    enough = [State(62.0 + i, memory_available_mb=room + 1.0) for i in range(40)]
+    enough = [State(122.0 + i, memory_available_mb=room + 1.0) for i in range(40)]
     back = [d.draft_loaded for d in run(governor, enough)]
     assert back.index(True) == TUNING.memory_return_s
 

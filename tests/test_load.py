@@ -323,9 +323,9 @@ def test_a_smaller_context_can_be_asked_for(bundle: Path, opened: Opened) -> Non
         assert [graph.max_context for _, _, graph in opened] == [64, 64]
         result = pipeline.generate([5] * 60, max_tokens=None, ignore_eos=True)
         assert (len(result.tokens), result.finish_reason) == (4, "length")
-    for wrong in (1, 201):
+    for wrong in (1, 201, 99.5, "64"):
         with pytest.raises(
-            UsageError, match=f"max_context is {wrong}; this bundle was exported for 2 to 200"
+            UsageError, match=f"max_context is {wrong!r}; this bundle was exported for 2 to 200"
         ):
             outrider.load(bundle, max_context=wrong)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from outrider.errors import UsageError
+from outrider.errors import BackendError, UsageError
 from outrider.manifest import (
     FileEntry,
     GraphEntry,
@@ -108,6 +108,12 @@ def test_contexts_that_were_asked_for_are_kept_and_what_cannot_be_names_the_smal
         UsageError, match=r"150 MB that the machine .* beside 20 MB .*a max_context below 2048"
     ):
         plan(free_mb=150, target=2048)
+
+
+def test_a_description_edited_by_hand_is_refused_in_words() -> None:
+    broken = graph("target.bin", TARGET_MB, options={"hidden_size": "wide"})
+    with pytest.raises(BackendError, match=r"description cannot be read .*'wide'.*export the bundle again"):
+        choose_memory({"target": broken}, {}, Room(0.0, None, None))
 
 
 def test_a_process_that_holds_more_already_has_less_room() -> None:

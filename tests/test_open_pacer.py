@@ -34,9 +34,13 @@ class Thermometer:
 
     def __init__(self, *readings, clock=lambda: 0.0, period_s=1e4):
         self.readings, self.clock, self.period_s = readings, clock, period_s
+        self.closed = False
 
     def read(self):
         return [replace(reading, time_s=self.clock()) for reading in self.readings]
+
+    def close(self):
+        self.closed = True
 
 
 @pytest.fixture
@@ -132,14 +136,15 @@ def test_an_explicit_wish_governs_a_machine_without_sensors(machine, stack):
 )
 def test_a_limit_that_nothing_measures_is_refused_with_the_reason(machine, stack, option, value, missing):
     why = "add your user to group video"
-    machine(
-        Thermometer(
-            *(reading(name, None, reason=why) for name in ("power", "temperature", "battery")),
-            reading("memory_available", 4000.0, scope="memory"),
-        )
+    sensor = Thermometer(
+        *(reading(name, None, reason=why) for name in ("power", "temperature", "battery")),
+        reading("memory_available", 4000.0, scope="memory"),
     )
+    machine(sensor)
     with pytest.raises(UsageError, match=f"{option} is {value:g}.*{missing}.*{why}"):
         open_pacer(Governing(**{option: value}), stack)
+    stack.close()
+    assert sensor.closed
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,10 @@ class DraftMemory:
     def _take_back(self, state: State) -> None:
         tuning, available = self._tuning, state.memory_available_mb
         needed = self._draft_mb + tuning.memory_reserve_mb + tuning.memory_return_mb
-        calm = (state.memory_pressure_percent or 0.0) <= tuning.calm_percent
-        if not calm or (available is not None and available < needed):
+        pressure = state.memory_pressure_percent
+        told = available is not None or (self.why == "pressure" and pressure is not None)
+        calm = (pressure or 0.0) <= tuning.calm_percent
+        if not (told and calm) or (available is not None and available < needed):
             self._roomy_s = None
         elif self._roomy_s is None:
             self._roomy_s = state.time_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 from outrider.contracts import Costs
 from outrider.power.governor import Directive, Governor
 from outrider.power.state import State, credible
@@ -14,7 +16,7 @@ class MemoryGovernor(Governor):
 
     def decide(self, state: State, costs: Costs | None = None) -> Directive:
         """Whether the draft model may be in memory. A state shown twice changes nothing."""
-        if self._time_s is None or state.time_s > self._time_s:
+        if isfinite(state.time_s) and (self._time_s is None or state.time_s > self._time_s):
             self._time_s = state.time_s
             self._memory.see(credible(state))
         loaded = self._memory.loaded

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.contracts import Drafter, Graph, IntArray
@@ -242,8 +243,10 @@ def _check_contexts(manifest: Manifest, roles: Mapping[str, RoleOptions]) -> Non
         longest["draft"] = max(graph.max_context for graph in manifest.roles["draft"].graphs)
     for role, options in roles.items():
         wanted, name = options.context, "max_context" if role == "target" else "draft_context"
-        if wanted is not None and not 1 < wanted <= longest[role]:
-            raise UsageError(f"{name} is {wanted}; this bundle was exported for 2 to {longest[role]} tokens")
+        if wanted is not None and not (isinstance(wanted, Integral) and 1 < wanted <= longest[role]):
+            raise UsageError(
+                f"{name} is {wanted!r}; this bundle was exported for 2 to {longest[role]} tokens"
+            )
 
 
 def _expected(manifest: Manifest, role: str, options: RoleOptions) -> GraphEntry:

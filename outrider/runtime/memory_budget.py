@@ -15,6 +15,7 @@ from outrider.errors import UsageError
 from outrider.manifest import GraphEntry
 from outrider.power.tuning import Tuning
 from outrider.runtime.backends import held_context
+from outrider.targets.graph_meta import reading_description
 from outrider.targets.model_cost import KV_BYTES, resident_mb
 
 __all__ = [
@@ -255,7 +256,7 @@ def _prompt_mb(graph: GraphEntry, chunk: int) -> float:
 
 def _gate_rows(graph: GraphEntry) -> float:
     """Rows of a gate projection, from the number of weights; with as many query rows as hidden values."""
-    hidden, kv = int(graph.options.get("hidden_size", 0)), graph.kv
+    hidden, kv = _hidden_size(graph), graph.kv
     if graph.weights is None or not hidden:
         return 6.0 * hidden
     layer = (graph.weights - graph.vocab_size * hidden) / kv.layers
@@ -268,7 +269,13 @@ def _loading_mb(graph: GraphEntry) -> float:
     if graph.backend != "onnxruntime" or graph.unit != "cpu":
         return 0.0
     bytes_each = next((size for name, size in _HEAD_BYTES.items() if graph.recipe.startswith(name)), 1)
-    return 1e-6 * bytes_each * graph.vocab_size * int(graph.options.get("hidden_size", 0))
+    return 1e-6 * bytes_each * graph.vocab_size * _hidden_size(graph)
+
+
+def _hidden_size(graph: GraphEntry) -> int:
+    """What the manifest says of it; 0 where it says nothing."""
+    with reading_description():
+        return int(graph.options.get("hidden_size", 0))
 
 
 _HEAD_BYTES = {"fp32": 4, "fp16": 2}

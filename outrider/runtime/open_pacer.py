@@ -98,6 +98,8 @@ def open_pacer(
         return None
     device = _device(governing)
     monitor, owned = _monitor(governing)
+    if owned:
+        stack.callback(monitor.stop)  # before its first look, which opens files
     state = monitor.poll()
     readings = monitor.readings()
     refuse_unmeasurable(governing.policy, readings)
@@ -105,7 +107,7 @@ def open_pacer(
         monitor.stop()
         return _watch_memory(governing, stack, graphs or {}, memory)
     if owned:
-        stack.enter_context(monitor)
+        monitor.start()
     from outrider.power.energy import EnergyModel
 
     target_mb, draft_mb = _taken_mb(graphs or {}, memory)
