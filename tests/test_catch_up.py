@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.runtime.costs import FIRST_PIECE
@@ -83,3 +84,14 @@ def test_a_short_prompt_is_not_in_the_price_of_a_step_either() -> None:
     while not engine.planner.costs.draft_s:
         next(rounds)
     assert engine.planner.costs.draft_s["model"] <= 0.0065  # a step of 4 ms, and a first one with more tokens
+
+
+def test_what_cannot_be_read_for_an_id_that_the_draft_lacks_teaches_no_price() -> None:
+    clock, ids = VirtualClock(), np.arange(20)
+    target = FakeGraph(VOCAB, 1024, logits=LOGITS, costs_s=VERIFY_S, clock=clock)
+    draft = FakeGraph(VOCAB, 1024, logits=LOGITS, columns=ids, clock=clock)
+    drafter = ModelDrafter(draft, VOCAB, vocab_ids=ids, known_ids=20)
+    engine = Engine(target, {"model": drafter}, clock=lambda: clock.advance(1e-7) or clock())
+    rounds = list(engine.decode([25] * 100, Request(max_new_tokens=24)))
+    assert len(rounds) == 24
+    assert engine.planner.costs.draft_s == engine.planner.to_dict()["catch_up_s"] == {}

@@ -178,6 +178,18 @@ def test_a_duty_pauses_after_every_round_with_any_k(k):
     assert text(rounds) == plain(60)
 
 
+def test_what_a_draft_catches_up_is_rested_for_once():
+    clock = VirtualClock()
+    target = FakeGraph(VOCAB, logits=LOGITS, clock=clock, costs_s=COSTS_S)
+    draft = FakeGraph(VOCAB, logits=DRAFT, clock=clock, costs_s={1: 0.01, 201: 2.01})
+    pacer = Scripted([Directive(duty=0.5)] * 100)
+    engine = Engine(target, {"model": ModelDrafter(draft)}, clock=clock, pacer=pacer, sleep=clock.advance)
+    rounds = list(engine.decode(PROMPT * 40, Request(max_new_tokens=12, k=2)))
+    stats = rounds[-1].stats
+    assert stats.draft_s > 0.5 * stats.decode_s  # most of it to catch up
+    assert stats.paced_s <= stats.decode_s + rounds[0].verify_s + 1e-9
+
+
 def test_a_fixed_k_is_the_users_and_only_pauses_obey_the_governor():
     engine = make(Scripted([Directive(level=Level.CRITICAL, k_max=0, duty=0.5)] * 100))
     rounds = list(engine.decode(PROMPT, Request(max_new_tokens=40, k=3, drafter="model")))

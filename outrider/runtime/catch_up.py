@@ -36,6 +36,11 @@ class Caught:
     seconds: float = 0.0
     slept_s: float = 0.0
 
+    @property
+    def all_s(self) -> float:
+        """Both; the pauses for it are among them."""
+        return self.seconds + self.slept_s
+
 
 class CatchingUp:
     """Prices and runs the catch-ups of some drafters; `governed` paces them between their pieces.
@@ -66,18 +71,21 @@ class CatchingUp:
         sampling: Sampling,
         planner: Planner,
     ) -> bool:
-        """Let the planner know a draft step of those that are behind, at the price of one; False where it knows.
+        """Let the planner know a draft step of those that are behind, at the price of one; False where none was run.
 
         Without it their first draft would be measured, with a prompt in it, and that only after all of it. `backlogs`
         is what each has not seen.
         """
         far = [name for name, n in backlogs.items() if name in self._drafters and n > NO_MORE]
         wanted = [name for name in far if planner.wants_price(name)]
+        known = False
         for name in wanted:
             ran, seconds = self._run(name, context, 1, sampling, 1, caught)
-            planner.price_step(name, seconds)
+            if ran:  # not an id that it lacks
+                planner.price_step(name, seconds)
+                known = True
             backlogs[name] -= ran
-        return bool(wanted)
+        return known
 
     def run(
         self,
@@ -89,7 +97,7 @@ class CatchingUp:
         planner: Planner,
         free: bool,
     ) -> bool:
-        """Bring the plan's drafter up to the last token; False where its price, once known, speaks against it.
+        """Bring the plan's drafter up to the last token; False where its price speaks against it, or it cannot.
 
         `free`: the planner chose, and may choose otherwise. A drafter that cannot catch up apart from its draft waits
         until a power cap allows both.
@@ -99,13 +107,13 @@ class CatchingUp:
             caught.slept_s += self._governed.admit_catch_up(name, backlogs[name], planner)
             return True
         known = not free or planner.knows_catch_up(name)
-        largest = LARGEST_PIECE if known else FIRST_PIECE
+        largest, behind = LARGEST_PIECE if known else FIRST_PIECE, backlogs[name]
         while (backlog := backlogs[name]) > 1:
             size = min(backlog, largest, self._governed.chunk(LARGEST_PIECE, None))
             caught.slept_s += self._governed.admit_catch_up(name, size, planner)
             ran, seconds = self._run(name, context, plan.k, sampling, size, caught)
             if not ran:
-                break
+                return not free or backlogs[name] < behind
             planner.saw_catch_up(name, ran, seconds, backlog)
             backlogs[name] -= ran
             if not known and backlogs[name] > FAR_BEHIND and not planner.pays_on(name, backlogs[name]):

@@ -29,6 +29,7 @@ from outrider.power.governor import Directive
 from outrider.runtime import trace as tracing
 from outrider.runtime.catch_up import CatchingUp, Caught
 from outrider.runtime.context import Context, common_prefix
+from outrider.runtime.costs import FAR_BEHIND
 from outrider.runtime.governed import LEAST_CHUNK, Governed
 from outrider.runtime.judge import Judge
 from outrider.runtime.overlap import Ahead, Timeline, Worked, can_overlap
@@ -42,8 +43,6 @@ from outrider.runtime.verify import Decision, depths, tree_mask, walk
 __all__ = ["Engine", "FinishReason", "Request", "Round", "refuse_k"]
 
 Progress = Callable[[int, int], None]
-
-LONG_BACKLOG = 8  # tokens that a model has not seen, from which on running them is no usual round
 
 _NO_TOKENS = np.empty(0, np.int64)
 _NOTHING = Proposal(_NO_TOKENS, _NO_TOKENS)
@@ -217,7 +216,8 @@ class Engine:
             if run.stats.rounds == 1:
                 run.stats.ttft_s = ended - started
                 run.stats.first_tokens = len(result.tokens)
-            pace_s = self._governed.pace_s(result.plan.pace_s, ended - begin, priced and not run.odd)
+            worked_s = ended - begin - run.caught.all_s
+            pace_s = self._governed.pace_s(result.plan.pace_s, worked_s, priced and not run.odd)
             yield result
             if finish is None:
                 run.stats.paced_s += self._governed.pause(pace_s, ended)
@@ -284,7 +284,7 @@ class Engine:
         self._ahead.settle_missed()
         worked = self._ahead.collect()
         run.stats.count_ahead(run.beside, run.guess, worked)
-        round_s = self._clock() - begin - run.caught.slept_s - run.caught.seconds
+        round_s = self._clock() - begin - run.caught.all_s
         self._account(run, result, len(pending), round_s, worked)
         self._tell(run, result, len(pending), round_s, worked)
         return result
@@ -377,7 +377,7 @@ class Engine:
 
     def _catch_up(self, run: _Run, plan: Plan, directive: Directive | None) -> Plan:
         """The plan, once its drafter has run what it has not seen; a plain one where that turns out too costly."""
-        if plan.drafter is None or run.backlogs.get(plan.drafter, 0) <= LONG_BACKLOG:
+        if plan.drafter is None or run.backlogs.get(plan.drafter, 0) <= FAR_BEHIND:
             return plan
         known = run.context, run.request.sampling, self.planner, run.request.k == "auto"
         if self._catching_up.run(run.caught, plan, run.backlogs, *known):
@@ -486,8 +486,8 @@ class Engine:
     def _tell(self, run: _Run, result: Round, pending: int, round_s: float, worked: Worked) -> None:
         """Let the governor know what ran (a draft that stops short, one step for nothing) and what was unusual."""
         drafter = result.plan.drafter
-        run.odd = pending > 1 or run.backlogs.get(drafter or "", 0) > LONG_BACKLOG
-        if pending > LONG_BACKLOG:
+        run.odd = pending > 1 or run.backlogs.get(drafter or "", 0) > FAR_BEHIND
+        if pending > FAR_BEHIND:
             self._governed.saw_prompt(pending, self._width(pending), round_s)
         else:
             needed = max(0, min(result.plan.k, result.drafted + 1) - worked.behind)
