@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def test_a_graph_of_chains_equals_transformers_through_trees_rollback_and_window
 
 
 def test_the_largest_logits_and_states_are_those_of_the_whole_rows_in_chains_and_trees(
-    export: Callable[..., GraphReport],
+    export: Callable[..., GraphReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = load(export(EXACT, "fp32"))
     assert graph.top == 8
@@ -81,7 +82,13 @@ def test_the_largest_logits_and_states_are_those_of_the_whole_rows_in_chains_and
         np.testing.assert_array_equal(found.logits.values, expected.values)
         np.testing.assert_allclose(found.logits.logsumexp, expected.logsumexp, atol=1e-5)
         np.testing.assert_array_equal(found.hidden[1], whole.hidden[1])
+        graph.commit([])
+        assert graph.length == 0
     assert graph.forward([5, 6], logits=TopK(9)).logits.ids.shape == (2, 9)  # more than the graph picks
+    graph.forward([5, 6, 7, 8, 9], positions, mask)
+    monkeypatch.setattr(graph._runner, "_forward", Mock(side_effect=RuntimeError("out of memory")))
+    with pytest.raises(BackendError, match="failed to keep 2 rows after 0: out of memory"):
+        graph.commit([0, 2])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=4, seed=2)])

@@ -18,6 +18,7 @@ from outrider.power.governor import Governor, Policy
 from outrider.runtime.decision_log import DecisionLog
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.unmetered import Unmetered, unmetered
+from outrider.targets.model_cost import KV_BYTES
 
 if TYPE_CHECKING:
     from outrider.power.monitor import Monitor
@@ -31,7 +32,6 @@ PLAIN_LENGTH = 256  # tokens of context behind which a plain forward is typical
 POLL_S = 0.05  # sensors are not looked at more often, however short the rounds
 
 _log = logging.getLogger(__name__)
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1}
 
 
 @dataclass(frozen=True)
@@ -250,5 +250,5 @@ def footprint_mb(graph: GraphEntry) -> float:
     """MB that a graph takes: its files and its KV cache."""
     files = sum(entry.bytes for entry in graph.files.values())
     kv = graph.kv
-    cache = 2 * kv.layers * kv.heads * kv.head_dim * graph.max_context * _BYTES.get(kv.dtype, 4)
+    cache = 2 * kv.layers * kv.heads * kv.head_dim * graph.max_context * KV_BYTES.get(kv.dtype, 4)
     return (files + cache) / 1e6

@@ -133,11 +133,20 @@ class CachedGraph:
         return Output(None if logits == "none" else values, found)
 
     def commit(self, rows: Sequence[int] | IntArray) -> None:
-        """Keep these rows of the last forward, in this order; raises ValueError for rows it did not have."""
+        """Keep these rows of the last forward, in this order.
+
+        Raises ValueError for rows it did not have, BackendError where the library fails: it may have to run them again.
+        """
         order = np.asarray(rows, dtype=np.int64)
         if order.size and (order.min() < 0 or order.max() >= self._pending):
             raise ValueError(f"rows {order.tolist()} are not among the {self._pending} of the last forward")
-        self._runner.commit(self._length, order)
+        try:
+            with pinned(self.cores):
+                self._runner.commit(self._length, order)
+        except RuntimeError as error:
+            raise BackendError(
+                f"{self.library} failed to keep {len(order)} rows after {self._length}: {error}"
+            ) from error
         start, end = self._length, self._length + len(order)
         self._positions[start:end] = self._positions[start + order]
         self._length, self._pending = end, 0

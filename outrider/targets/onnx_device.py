@@ -16,10 +16,10 @@ from outrider.contracts import BoolArray, Float32Array, IntArray, TopRows
 from outrider.targets.graph_meta import GraphMeta
 from outrider.targets.onnx_session import Sessions
 
-__all__ = ["DeviceRunner"]
+__all__ = ["PADDING", "DeviceRunner"]
 
 MEMORY = {"CUDAExecutionProvider": "cuda"}  # provider -> where its tensors are; others: the host's
-PADDING = 1  # rows that attention reads beyond the tokens; see export/onnx_parts.py
+PADDING = 1  # rows that attention in an `inplace` graph reads beyond the tokens; see export/onnx_parts.py
 LOGITS = ("logits",)
 REDUCED = ("top_ids", "top_values", "logsumexp")
 Found = dict[str, NDArray[Any]]  # output -> [R, ...], of hidden states [S, D]
@@ -63,7 +63,7 @@ class DeviceRunner:
     def commit(self, length: int, rows: IntArray) -> None:
         """Keep these rows of the last forward: those of a chain's beginning are in place, others run again."""
         tokens, chain = self._last
-        if chain and np.array_equal(rows, np.arange(len(rows))):
+        if not len(rows) or (chain and np.array_equal(rows, np.arange(len(rows)))):
             return
         self._forward(tokens[rows], length, np.zeros(0, np.int64), ())
 

@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 from outrider.contracts import BoolArray, Float32Array, IntArray
 from outrider.targets.graph_meta import GraphMeta
 from outrider.targets.masks import additive_mask, fill_static_mask
-from outrider.targets.onnx_device import DeviceRunner
+from outrider.targets.onnx_device import PADDING, DeviceRunner
 from outrider.targets.onnx_session import Sessions
 
 __all__ = ["RUNNERS", "InplaceRunner", "SplitRunner", "runner_of"]
-
-PADDING = 1  # rows that attention in an `inplace` graph reads beyond the tokens; see export/onnx.py
 
 
 class Buffers:
