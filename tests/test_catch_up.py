@@ -91,7 +91,12 @@ def test_what_cannot_be_read_for_an_id_that_the_draft_lacks_teaches_no_price() -
     target = FakeGraph(VOCAB, 1024, logits=LOGITS, costs_s=VERIFY_S, clock=clock)
     draft = FakeGraph(VOCAB, 1024, logits=LOGITS, columns=ids, clock=clock)
     drafter = ModelDrafter(draft, VOCAB, vocab_ids=ids, known_ids=20)
-    engine = Engine(target, {"model": drafter}, clock=lambda: clock.advance(1e-7) or clock())
+
+    def ticking() -> float:
+        clock.advance(1e-7)
+        return clock()
+
+    engine = Engine(target, {"model": drafter}, clock=ticking)
     rounds = list(engine.decode([25] * 100, Request(max_new_tokens=24)))
     assert len(rounds) == 24
     assert engine.planner.costs.draft_s == engine.planner.to_dict()["catch_up_s"] == {}

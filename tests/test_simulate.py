@@ -16,6 +16,7 @@ import pytest
 from outrider.contracts import Reading, Sampling
 from outrider.errors import BackendError, UsageError
 from outrider.lines import read_lines
+from outrider.power.report.simulation import Simulation, headline
 from outrider.power.telemetry import TelemetryWriter
 from outrider.power.tuning import Tuning
 from outrider.runtime.profiling import simulate
@@ -193,6 +194,15 @@ def test_a_fixed_k_that_breaks_the_limit_is_not_the_best() -> None:
 def a_run(**changes: Any) -> PolicyRun:
     run = PolicyRun("k=1", 100, 50.0, 10.0, 50.0, 40.0, -3.0, 0.0, 0.0, 1, 80.0, 1.0, 60)
     return replace(run, **changes)
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"), [({}, "the limits of the device"), ({"temp_limit_c": 70.0}, "70 °C of silicon")]
+)
+def test_an_answer_without_a_policy_that_keeps_the_limits_names_them(limits: Any, told: str) -> None:
+    day = Scenario(name="day", device="raspberry-pi-4", duration_s=20.0, **limits)
+    found = headline(Simulation(day, "pi", (a_run(peak_over_c=5.0),), {}, "0.1"))
+    assert found == f"SIMULATED: Over 20 s, nothing that was tried keeps within {told}."
 
 
 def test_a_table_says_first_that_it_is_simulated() -> None:

@@ -97,11 +97,14 @@ def headline(simulation: Simulation) -> str:
     runs, scenario = simulation.runs, simulation.scenario
     able = [run for run in runs if run.holds]
     bounds = _bounds(scenario)
-    where = f"Over {scenario.duration_s / 60:.0f} minutes,"
+    seconds = scenario.duration_s
+    where = f"Over {seconds / 60:.0f} minutes," if seconds >= 120.0 else f"Over {seconds:.0f} s,"
     if not runs:
         return "SIMULATED: no policy was finished."
     if not able:
-        return f"SIMULATED: {where} nothing that was tried keeps within {bounds}."
+        return (
+            f"SIMULATED: {where} nothing that was tried keeps within {bounds or 'the limits of the device'}."
+        )
     best = max(able, key=lambda run: run.tokens)
     others = "; ".join(_beside(run) for run in runs if run is not best)
     within = f" within {bounds}," if bounds else ""
