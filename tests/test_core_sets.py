@@ -20,6 +20,7 @@ from outrider.errors import BackendError, UsageError
 from outrider.runtime.backends import RoleOptions
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.pipeline import Pipeline
+from outrider.runtime.timing import machine_line
 from outrider.targets import core_sets
 from outrider.targets.cached_graph import CachedGraph
 from outrider.targets.core_sets import cores_of, pinned, refuse_shared, unit_kind
@@ -387,3 +388,24 @@ def test_a_nice_pipeline_has_its_threads_yield_and_leaves_other_threads_alone(
     assert len(seen) >= 4  # the caller, a thread of each graph, and the draft's
     assert set(seen.values()) == {(max(1, mine[0]), os.SCHED_BATCH)}
     assert (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)) == mine
+
+
+def test_where_the_system_denies_batch_jobs_a_nice_value_must_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")  # as of musl
+
+    monkeypatch.setattr(core_sets, "NICENESS", 1)
+    monkeypatch.setattr(os, "sched_setscheduler", denied)
+    seen: list[tuple[bool, str]] = []
+
+    def work() -> None:
+        core_sets.be_nice()
+        seen.append((core_sets.is_nice(), machine_line([], 2)))
+
+    thread = threading.Thread(target=work)
+    before = machine_line([], 2)
+    thread.start()
+    thread.join()
+    assert seen[0][0]
+    if not core_sets.is_nice():  # what was timed under it says nothing of other runs
+        assert seen[0][1] != before

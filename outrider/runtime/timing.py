@@ -24,7 +24,7 @@ from outrider.folders import cache_folder
 from outrider.manifest import Manifest, Timing
 from outrider.records import decode, is_finite, parsed, replaced
 from outrider.runtime.placed import Placement
-from outrider.targets.core_sets import big_cores
+from outrider.targets.core_sets import big_cores, is_nice
 
 __all__ = ["TIMING_VERSION", "cores", "known_costs", "machine_line", "processor", "store_timing", "timing_of"]
 
@@ -53,8 +53,9 @@ def machine_line(placement: Sequence[Placement], threads: int | None) -> str:
     where = "; ".join(f"{role.role} by {_place(role)}" for role in placement)
     libraries = [_library(name) for name in dict.fromkeys(role.backend for role in placement)]
     used = threads or len(big_cores() or ()) or cores()
+    manners = " that yield" if is_nice() else ""  # and never spin
     return (
-        f"{processor()}, {platform.machine()}, {cores()} cores, {used} threads, "
+        f"{processor()}, {platform.machine()}, {cores()} cores, {used} threads{manners}, "
         f"{', '.join(libraries)}; {where}"
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from outrider.errors import UsageError
@@ -102,7 +102,8 @@ def _capacity(root: Path, core: int) -> int | None:
 def be_nice() -> None:
     """Let this thread, and all that it starts from now on, yield to what is in the foreground.
 
-    At nice 10, and on Linux as a batch job, which never interrupts another that wakes up. Only root can take it back.
+    At nice 10, and on Linux as a batch job where that is allowed, which never interrupts another that wakes up. Only
+    root can take it back.
     Raises UsageError where the system has no priorities of this kind.
     """
     if not hasattr(os, "nice"):
@@ -110,7 +111,8 @@ def be_nice() -> None:
     if hasattr(os, "setpriority"):
         os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
     if hasattr(os, "sched_setscheduler"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with suppress(OSError):  # musl has no such call, a sandbox may deny it; the nice value holds
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def is_nice() -> bool:
