@@ -142,4 +142,4 @@ def test_what_cuda_cannot_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has the profile inplace, not 'split'"):
         export_graph(weights.config, weights, get_recipe("int4"), "split", widths=(1,), **given)
     with pytest.raises(ExportError, match=r"layers\.0\.norm has a value of 7e"):
-        as_half(np.array([7e4], np.float32), "layers.0.norm")
+        as_half(np.array([7e4, -np.inf], np.float32), "layers.0.norm")

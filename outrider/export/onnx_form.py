@@ -91,9 +91,10 @@ def as_half(values: np.ndarray[Any, Any], name: str = "a constant") -> np.ndarra
     """The values in float16. Raises ExportError where one is too large for that."""
     with np.errstate(over="ignore"):
         half = values.astype(np.float16)
-    if np.isfinite(values).all() and not np.isfinite(half).all():
+    lost = np.isfinite(values) & ~np.isfinite(half)
+    if lost.any():
         raise ExportError(
-            f"{name} has a value of {np.abs(values).max():.4g}, beyond float16; export for the CPU instead"
+            f"{name} has a value of {np.abs(values[lost]).max():.4g}, beyond float16; export for the CPU instead"
         )
     return half
 
