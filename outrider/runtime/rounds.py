@@ -177,7 +177,8 @@ class Engine:
         if len(prompt) >= self.target.max_context:
             raise ContextError(
                 f"the prompt has {len(prompt)} tokens; the context holds {self.target.max_context}, and at"
-                " least one must be free. Shorten the prompt, or export with a larger --max-context"
+                " least one must be free. Shorten the prompt, or allow a longer one at loading (max_context,"
+                " memory_limit_mb) up to what was exported, or export for more"
             )
         if request.drafter is not None and request.drafter not in self.drafters:
             known = ", ".join(self.drafters) or "none"
