@@ -126,6 +126,12 @@ def test_k_does_not_fall_while_a_machine_stays_cool(tmp_path: Path, celsius: flo
         demo._judge(replay)
 
 
+def test_a_trace_that_is_over_before_a_round_proves_nothing(tmp_path: Path):
+    replay = replay_of(constant_trace(tmp_path / "short.jsonl", 45.0, seconds=0))
+    with pytest.raises(OutriderError, match="ended before anything was decoded"):
+        demo._judge(replay, own=True)
+
+
 def test_k_that_stays_low_has_not_come_back(tmp_path: Path):
     clock_s = [45.0] * 20 + [82.0] * 40
     path = tmp_path / "hot.jsonl"

@@ -281,6 +281,8 @@ def _row(stretch: Stretch) -> str:
 def _judge(replay: HeatReplay, own: bool = False) -> None:
     """The result in a sentence; raises OutriderError when it is not what was promised."""
     first, hottest, last = replay.ks
+    if not replay.tokens:
+        raise OutriderError("the recorded trace ended before anything was decoded; record a longer one")
     if replay.difference is not None:
         text, token = replay.difference
         raise OutriderError(f"under heat, text {text + 1} differs from the plain one at token {token + 1}")
