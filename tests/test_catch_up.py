@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outrider.contracts import Sampling
 from outrider.runtime.costs import FIRST_PIECE
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.rounds import Engine, Request, Round
@@ -100,3 +101,11 @@ def test_what_cannot_be_read_for_an_id_that_the_draft_lacks_teaches_no_price() -
     rounds = list(engine.decode([25] * 100, Request(max_new_tokens=24)))
     assert len(rounds) == 24
     assert engine.planner.costs.draft_s == engine.planner.to_dict()["catch_up_s"] == {}
+
+
+def test_of_a_prompt_that_its_context_cannot_hold_a_draft_is_only_behind_by_what_it_will_run() -> None:
+    draft = FakeGraph(VOCAB, 64, logits=LOGITS)
+    drafter, sampling = ModelDrafter(draft, min_confidence=0.0), Sampling()
+    behind = drafter.backlog(PROMPT)
+    drafter.propose(PROMPT, 1, sampling, np.random.default_rng(0))
+    assert draft.forwards == [behind] == [32]

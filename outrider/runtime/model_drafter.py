@@ -166,7 +166,7 @@ class ModelDrafter:
             shared = common_prefix(cached, known, min(self._checked, len(known)))
             return len(context) - self._start - min(shared, len(context) - self._start - 1)
         shared = common_prefix(cached, context) if self._start == 0 else 0
-        return len(context) - min(shared, len(context) - 1)
+        return min(len(context) - min(shared, len(context) - 1), self._window(len(context)))
 
     def catch_up(self, context: Sequence[int], k: int, sampling: Sampling, most: int) -> int:
         """Run at most so many tokens of what is before a draft of k, all but the last; returns how many ran.
