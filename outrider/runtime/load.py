@@ -82,13 +82,12 @@ def load(
     `nice` lets this thread, and all that work for it, yield to what is in the foreground, for good: load and generate
     in a thread of your own then (on macOS it is the whole process).
 
-    From `objective` on: what heat and power may ask of drafts and pauses (never of the text); see
-    `runtime.open_pacer.Governing`. By default drafts get shorter where a sensor says that the machine is hot;
-    `governor` False turns that off.
+    From `objective` on: what heat and power may ask of drafts and pauses (never of the text), `runtime.open_pacer.
+    Governing`. By default drafts get shorter where a sensor tells heat; `governor` False turns that off.
 
     Before anything is opened, what it will take (`Pipeline.memory`) is held against what this machine has free now and
-    against `memory_limit_mb`, resident memory of the whole process. Where it does not fit, the draft's context is
-    halved, then the draft left out, then the context halved, unless they were asked for; a warning says so.
+    against `memory_limit_mb`, resident memory of the whole process. Where it does not fit, prompts are read in shorter
+    chunks, then the draft's context is halved, the draft left out, the context halved (but what was asked for).
 
     Raises BundleError for a damaged bundle, BackendError when no graph of a role can run here, UsageError
     for an option that cannot be honoured, and where not even the smallest plan fits into memory.
