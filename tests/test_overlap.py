@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.overlap.soak import FAULTS, Faulty, Unhurried, soak
-from outrider.contracts import Costs, Energy, Limits, Objective, Plan, Sampling
+from outrider.contracts import Costs, Energy, Limits, Objective, Plan, Proposal, Sampling
 from outrider.errors import BackendError, UsageError
 from outrider.power.governor import Directive
 from outrider.runtime.corrections import Correction
@@ -25,6 +25,7 @@ from outrider.runtime.overlap import Ahead, can_overlap
 from outrider.runtime.planner import Acceptance, Modes, Observation, Planner, choose
 from outrider.runtime.rounds import Engine, Request, Round
 from outrider.runtime.stats import Stats
+from outrider.runtime.verify import Decision
 from outrider.targets.device import load_device
 from outrider.targets.fake import FakeDrafter, FakeGraph, VirtualClock, blend_logits, random_logits
 from outrider.targets.model_cost import ModelCost
@@ -263,6 +264,35 @@ def test_behind_a_correction_is_proposed_what_would_be_drafted_now_and_no_row_of
     if comes != "something else":
         saved = min(ran, k) if comes == "the correction" else k
         assert len(graphs[0].forwards) - before == k - saved
+
+
+@pytest.mark.parametrize(
+    ("accepted", "token", "holds"), [(1, 7, True), (1, 8, False), (0, 7, False), (2, 7, False)]
+)
+def test_a_correction_holds_with_its_place_and_its_token_only(accepted: int, token: int, holds: bool) -> None:
+    class Sure(ModelDrafter):
+        corrects = True  # type: ignore[assignment]
+
+        def assume(self, k: int, rng: np.random.Generator) -> Any:
+            yield from [4, 5, 6]
+
+        def correct(self, k: int) -> Any:
+            yield Correction(1, 7)
+            yield 9
+
+    ahead = Ahead()
+    assert ahead.start("model", Sure(FakeGraph(VOCAB, logits=LOGITS)), 0, 10, 2, beside_s=60.0)
+    piece = ahead._piece
+    assert piece is not None
+    ahead._wait(piece, lambda: piece.finished)
+    proposal = Proposal(np.array([2, 3]), np.array([-1, 0]))
+    decision = Decision((*[2, 3][:accepted], token), tuple(range(accepted)), 2, (), False)
+    ahead.judge(proposal, decision)
+    assert ahead.ready("model", 10 - (2 - accepted)) == holds
+    ahead.settle()
+    worked = ahead.collect()
+    assert (worked.corrections, worked.held) == (1, holds)
+    ahead.close()
 
 
 def test_in_reject_mode_and_without_rows_to_put_aside_there_is_no_correction() -> None:

@@ -272,7 +272,7 @@ class ModelDrafter:
         self._corrected = chain = _Chain(start, [token], proposal.rng, assumed)
         try:
             yield from self._grow(chain, k, assumed)
-        except Exception:
+        except Exception:  # but not when closed: what was drafted until then is kept
             self._corrected = None
             raise
 
