@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import signal
 import subprocess
 import sys
@@ -165,3 +166,27 @@ def test_resident_memory_stays_within_the_limit_and_a_smaller_plan_saves_from_be
             assert hungry(hungry_bundle, None, cgroup, careless=True) == signal.SIGKILL
             now = hungry(hungry_bundle, None, cgroup)
             assert (now["drafters"], now["tokens"]) == (["lookup"], free["tokens"])
+
+
+FREED = """
+import numpy as np
+from outrider.runtime.memory_budget import held_mb
+from outrider.targets.freed_memory import return_freed_memory
+kept = []
+for _ in range(2):  # freed blocks of this size are from the heap the second time; a last one is in the way
+    blocks = [np.ones(2**18, np.float32) for _ in range(60)]
+    kept.append(np.ones(2**18, np.float32))
+    del blocks
+before_mb = held_mb()
+print(return_freed_memory(), before_mb - held_mb())
+"""
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc keeps what is freed, and can be told"
+)
+def test_what_glibc_keeps_of_freed_matrices_goes_back() -> None:
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    returned, fell_mb = done.stdout.split()
+    assert returned == "True"
+    assert float(fell_mb) > 30.0

@@ -15,6 +15,7 @@ from outrider.contracts import Costs, Energy, Objective, Reading, Sampling
 from outrider.errors import BackendError, TraceError
 from outrider.power.governor import Directive, Governor, Level, Policy
 from outrider.power.state import State
+from outrider.runtime import governed
 from outrider.runtime.decision_log import DecisionLog, read_policy, replay_decisions
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.model_drafter import ModelDrafter
@@ -261,12 +262,17 @@ def test_a_pause_is_bounded_and_slept_in_slices_in_which_the_sensors_are_read():
     assert sum(naps) <= 5 * LONGEST_PACE_S + 1e-9
 
 
-def test_a_released_draft_is_closed_and_comes_back_without_changing_the_text():
+def test_a_released_draft_is_closed_and_comes_back_without_changing_the_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trimmed: list[bool] = []
+    monkeypatch.setattr(governed, "return_freed_memory", lambda: trimmed.append(engine.opened[0].closed))
     away, there = Directive(draft_loaded=False), Directive()
     engine = make(Scripted([there] * 6 + [away] * 6 + [there] * 500))
     rounds = list(engine.decode(PROMPT, Request(max_new_tokens=80, k=2)))
     assert text(rounds) == plain(80)
     assert engine.opened[0].closed
+    assert trimmed == [True]
     assert len(engine.opened) == 2
     assert not engine.opened[1].closed
     assert all(part.plan.drafter != "model" for part in rounds[6:12])

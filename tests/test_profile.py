@@ -458,6 +458,7 @@ def test_joules_of_a_recorded_trace_are_said_to_be_its_own(pipeline: Any, tmp_pa
     assert summary.error_budget.method == "replayed"
     assert summary.provenance["telemetry"].startswith("played back from old.jsonl")
     assert PLAYED_BACK in summary.notes
+    assert "read from a recorded trace" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

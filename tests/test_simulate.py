@@ -260,6 +260,7 @@ def test_the_command_compares_policies(
     assert (record["kind"], record["simulated"], record["schema_version"]) == ("simulation-summary", True, 1)
     assert [run["policy"] for run in record["runs"]] == ["plain", "k=2", "governed"]
     most = max(record["runs"], key=lambda run: run["tokens"])
+    assert record["headline"].startswith("SIMULATED: ")
     assert f"{most['policy']} makes {most['tokens']:,} tokens" in record["headline"]
     lines = list(read_lines(out / "simulation.jsonl", "simulation"))
     points = [line for _, line in lines if line["record"] == "point" and line["policy"] == "plain"]

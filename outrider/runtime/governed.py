@@ -264,6 +264,5 @@ class Governed:
                     return_freed_memory()
             except (OutriderError, OSError, MemoryError) as error:
                 self._retry_s = self._clock() + RETRY_S
-                _log.warning(
-                    "the draft %r cannot be brought back, next try in %g s: %s", name, RETRY_S, error
-                )
+                what = "brought back" if loaded else "released"
+                _log.warning("the draft %r cannot be %s, next try in %g s: %s", name, what, RETRY_S, error)
