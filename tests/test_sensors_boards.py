@@ -207,3 +207,23 @@ def test_numbers_in_names_sort_as_numbers(tmp_path: Path) -> None:
     for number in (10, 2, 1):
         (tmp_path / f"zone{number}").mkdir()
     assert [path.name for path in sysfs.list_folder(tmp_path, "zone*")] == ["zone1", "zone2", "zone10"]
+
+
+def test_a_file_whose_device_went_is_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel fails reads of what was open when a device went; the one that comes back is another file."""
+    path = tmp_path / "temp"
+    path.write_text("41000\n")
+    kept = sysfs.KeptFile(path)
+    assert kept.load() == b"41000\n"
+    path.unlink()
+    with monkeypatch.context() as gone:
+
+        def fail(*_: object) -> bytes:
+            raise OSError(errno.ENODEV, "No such device")
+
+        gone.setattr("outrider.power.sensors.sysfs.os.pread", fail)
+        with pytest.raises(OSError, match="No such device"):
+            kept.load()
+    path.write_text("52000\n")
+    assert kept.load() == b"52000\n"
+    kept.close()
