@@ -322,6 +322,7 @@ Quantity = Literal[
     "memory_limit",  # MB that this process may use (cgroup)
     "memory_used",  # MB that count against the limit
     "memory_pressure",  # %, time in which all tasks waited for memory, over 10 s
+    "memory_events",  # how often a limit of memory was reached, a counter that only grows (cgroup)
 ]
 
 Scope = Literal[

@@ -305,6 +305,47 @@ def test_waiting_for_memory_releases_the_draft():
     assert "memory=pressure" in directive.flags
 
 
+def test_a_limit_that_is_reached_again_releases_the_draft_until_it_is_no_more():
+    """What was counted before the first look is not now's, nor a limit that only the pages of files reach."""
+    room = 400.0 + TUNING.memory_reserve_mb + TUNING.memory_return_mb
+    for available_mb in (TUNING.memory_reserve_mb + 1.0, None):
+        governor = Governor(draft_mb=400.0)
+
+        def look(time_s, events, available_mb=available_mb, governor=governor):
+            state = State(time_s, memory_available_mb=available_mb, memory_events=events)
+            return governor.decide(state, TIMES)
+
+        assert look(0.0, 7.0).draft_loaded
+        assert look(1.0, None).draft_loaded
+        assert look(2.0, 7.0).draft_loaded
+        assert look(3.0, 2.0).draft_loaded  # in another cgroup
+        assert "memory=pressure" in look(4.0, 3.0).flags
+        roomy = None if available_mb is None else room
+        times = [5.0 + i for i in range(60)]
+        back = [look(t, 3.0 if t < 20.0 or available_mb else 4.0, roomy).draft_loaded for t in times]
+        since_s = 5.0 if available_mb else 21.0  # reached at 20 s once more
+        assert times[back.index(True)] == since_s + TUNING.memory_return_s
+    ample = TUNING.memory_reserve_mb + TUNING.memory_return_mb
+    governor = Governor(draft_mb=400.0)
+    cached = [State(float(i), memory_available_mb=ample, memory_events=float(i)) for i in range(9)]
+    assert all(directive.draft_loaded for directive in run(governor, cached))
+
+
+def test_a_process_that_grows_close_to_its_limit_gives_the_draft_up_until_there_is_room_for_it():
+    governor = Governor(Policy(memory_limit_mb=1000.0), target_mb=500.0, draft_mb=200.0)
+    assert governor.decide(State(0.0, memory_resident_mb=970.0), TIMES).draft_loaded
+    near = governor.decide(State(1.0, memory_resident_mb=971.0), TIMES)
+    assert "memory=near_limit" in near.flags
+    not_yet = [State(2.0 + i, memory_resident_mb=741.0) for i in range(60)]
+    assert not any(
+        d.draft_loaded for d in run(governor, not_yet)
+    )  # with it 941 of 1000, and 3 % are not to spare twice
+    back = [
+        d.draft_loaded for d in run(governor, [State(62.0 + i, memory_resident_mb=740.0) for i in range(40)])
+    ]
+    assert back.index(True) == TUNING.memory_return_s
+
+
 def test_a_draft_that_does_not_fit_the_memory_limit_is_never_loaded():
     governor = Governor(Policy(memory_limit_mb=1000.0), target_mb=800.0, draft_mb=300.0)
     directives = run(governor, [State(float(i), memory_available_mb=1e6) for i in range(100)])
@@ -509,7 +550,7 @@ def test_limits_of_a_real_profile_are_held_on_a_machine_that_differs_from_it():
 ABSURD = st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e308, -1e308, -1.0, 0.0, 1e-300, 50.0])
 FIGURES = (
     *("die_c", "skin_c", "headroom", "throttle", "clock_ratio", "power_w", "battery_percent"),
-    *("memory_available_mb", "memory_pressure_percent"),
+    *("memory_available_mb", "memory_pressure_percent", "memory_events", "memory_resident_mb"),
 )
 TIME = st.sampled_from([0.1, 1.0, 0.0, -5.0, 1e6, -1e6, float("nan"), float("inf"), -float("inf")])
 

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from outrider.power.sensors.memory import Memory
-from tests.boards import memory
+from tests.boards import PRESSURE, memory
 from tests.sysfs import Board, board_fixture, only, reasons, values  # noqa: F401
 
 V2 = "/sys/fs/cgroup"
@@ -130,6 +130,61 @@ def test_pressure_of_a_form_that_is_not_known_gives_a_reason(board: Board) -> No
     assert (
         "full stalls" in reasons(only(Memory.find(board.system)).read(), "memory_pressure")["memory:pressure"]
     )
+
+
+EVENTS = "low 0\nhigh {high}\nmax {max}\noom 9\noom_kill 9\noom_group_kill 0"
+
+
+def events(board: Board) -> float | str:
+    """How often a limit was reached, or why that is not known."""
+    readings = only(Memory.find(board.system)).read()
+    return {**values(readings, "memory_events"), **reasons(readings, "memory_events")}["memory:cgroup"]
+
+
+def test_limits_that_were_reached_are_counted_at_every_level_and_no_other_group_s_are(board: Board) -> None:
+    board.add(memory("0::/a/b"))
+    for folder, high, most in (("/a/b", 3, 4), ("/a", 20, 0), ("", 0, 100)):
+        board.add({f"{V2}{folder}/memory.events.local": EVENTS.format(high=high, max=most)})
+        board.add({f"{V2}{folder}/memory.events": EVENTS.format(high=1000, max=1000)})
+    assert events(board) == 3 + 4 + 20 + 100
+    for folder in ("/a/b", "/a", ""):  # Linux before 5.2
+        board.remove(f"{V2}{folder}/memory.events.local")
+    assert events(board) == 2000
+    (reading,) = [r for r in only(Memory.find(board.system)).read() if r.quantity == "memory_events"]
+    assert (reading.scope, reading.method) == ("process", "counter")
+
+
+@pytest.mark.parametrize("own", ["0::/", "0::/../outside", "0::/system.slice/docker-123.scope"])
+def test_a_container_s_own_events_and_pressure_are_at_its_mount(board: Board, own: str) -> None:
+    board.add(memory(own) | {f"{V2}/memory.events": EVENTS.format(high=0, max=7)})
+    board.add({f"{V2}/memory.pressure": PRESSURE.replace("1.25", "40.00")})
+    assert events(board) == 7
+    assert read(board, "memory_pressure") == {"memory:pressure": 1.25, "memory:cgroup": 40.0}
+
+
+def test_version_1_counts_failed_charges_and_has_no_pressure_of_its_own(board: Board) -> None:
+    board.add(memory("4:cpu,memory:/job") | {f"{V1}/job/memory.failcnt": 2, f"{V1}/memory.failcnt": 5})
+    assert events(board) == 7
+    readings = only(Memory.find(board.system)).read()
+    assert "no memory.pressure" in reasons(readings, "memory_pressure")["memory:cgroup"]
+
+
+def test_the_pressure_of_a_hybrid_system_is_in_its_unified_tree(board: Board) -> None:
+    board.add(memory("4:memory:/job\n0::/a") | {f"{V2}/unified/a/memory.pressure": PRESSURE})
+    assert read(board, "memory_pressure")["memory:cgroup"] == 1.25
+
+
+def test_events_and_pressure_that_cannot_be_read_say_why(board: Board) -> None:
+    board.add(memory("0::/a"))
+    assert "no cgroup of this process counts" in str(events(board))
+    board.add({f"{V2}/a/memory.events": "populated 1", f"{V2}/a/memory.pressure": PRESSURE})
+    assert "'populated 1', without counts" in str(events(board))
+    for name in ("memory.events", "memory.pressure"):
+        board.break_file(f"{V2}/a/{name}", errno.EACCES)
+    assert "/a/memory.events: permission denied" in str(events(board))
+    board.break_file(f"{V2}/a/memory.pressure", errno.EOPNOTSUPP)
+    readings = only(Memory.find(board.system)).read()
+    assert "switched off" in reasons(readings, "memory_pressure")["memory:cgroup"]
 
 
 def test_no_broken_file_stops_the_others(board: Board) -> None:

@@ -41,6 +41,7 @@ UNITS = {
     "memory_limit": "MB",
     "memory_used": "MB",
     "memory_pressure": "%",
+    "memory_events": "times",
 }
 
 

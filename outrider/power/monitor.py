@@ -46,6 +46,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "memory_limit": (0.0, 1e9),
     "memory_used": (0.0, 1e9),
     "memory_pressure": (0.0, 100.0),
+    "memory_events": (0.0, 1e15),
 }
 _DIE_SCOPES = ("die", "package", "core", "soc")
 _POWER_RANKS = {"module": 0, "device": 0, "soc": 1, "package": 2, "battery": 4}
@@ -96,6 +97,7 @@ def distill(readings: Iterable[Reading], now_s: float, periods: Mapping[str, flo
         charging=None if charging is None else charging > 0,
         memory_available_mb=_memory_available(fresh),
         memory_pressure_percent=_largest(by["memory_pressure"]),
+        memory_events=_largest(by["memory_events"]),
         stale=tuple(sorted(silent - {reading.quantity for reading in fresh})),
     )
 

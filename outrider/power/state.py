@@ -17,6 +17,8 @@ _POSSIBLE = {
     "battery_percent": (0.0, 100.0),
     "memory_available_mb": (0.0, 1e9),
     "memory_pressure_percent": (0.0, 100.0),
+    "memory_events": (0.0, 1e15),
+    "memory_resident_mb": (0.0, 1e9),
 }
 
 
@@ -28,8 +30,8 @@ class State:
     `headroom` is the vendor's: 1 = severe throttling. `throttle` is how far the system holds a unit back now,
     0..1. `clock_ratio` is the lowest of (clock allowed or running / clock by design) over the units that are
     known. `power_w` is gross, of `power_scope`, by `power_method`. `skin_method` is "estimated" where no
-    sensor gave `skin_c`. Memory figures are MB and %. `stale` names
-    quantities that have only old readings.
+    sensor gave `skin_c`. Memory figures are MB and %; `memory_events` counts how often a limit was reached, and
+    `memory_resident_mb` is what this process holds. `stale` names quantities that have only old readings.
     """
 
     time_s: float
@@ -46,6 +48,8 @@ class State:
     charging: bool | None = None
     memory_available_mb: float | None = None
     memory_pressure_percent: float | None = None
+    memory_events: float | None = None
+    memory_resident_mb: float | None = None
     stale: tuple[str, ...] = ()
 
 

@@ -17,7 +17,8 @@ class Gains:
     full work given up for each °C above the target. `integral_s`: how fast a lasting error is integrated.
     `start_duty`: the share of work at the target before anything was learned. `band_c`: errors beyond it are
     not integrated. `horizon_s`: a power budget must keep the target for so long. `rise_per_s`: within the
-    band a budget rises by this share of the sustained power at most, however the model changes its mind.
+    band a budget rises by this share of the sustained power at most, however the model changes its mind. `burst_s`:
+    work may go on for so long without a pause.
     """
 
     lead_s: float
@@ -28,6 +29,7 @@ class Gains:
     band_c: float = 3.0
     horizon_s: float = 10.0
     rise_per_s: float = 0.02
+    burst_s: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,11 @@ class Tuning:
     `power_average_s` averages the measured power, `power_trim_s` is how fast its error is integrated, down
     to `least_trim` of what was asked. `longest_gap_s`: readings further apart say nothing of slopes.
 
-    The draft model is released when less than `memory_reserve_mb` is available or when all tasks wait for
-    memory more than `pressure_percent` of the time. It comes back when `memory_return_mb` more than its
-    size and the reserve was available, with pressure at most `calm_percent`, for `memory_return_s`.
+    The draft model is released when less than `memory_reserve_mb` is available, when all tasks wait for
+    memory more than `pressure_percent` of the time, when a limit of memory was reached with less than the reserve and
+    `memory_return_mb` available, or when the process holds all but `limit_share` of its own limit. It comes back when
+    `memory_return_mb` more than its size and the reserve was available, with pressure at most `calm_percent` and twice
+    `limit_share` of the limit to spare, for `memory_return_s`.
     A battery at its floor must gain `battery_hysteresis_percent` to leave it.
     """
 
@@ -97,7 +101,7 @@ class Tuning:
     die: Gains = field(default_factory=lambda: Gains(lead_s=2.0, per_c=0.15, integral_s=15.0, margin_c=0.4))
     skin: Gains = field(
         default_factory=lambda: Gains(
-            lead_s=10.0, per_c=0.5, integral_s=120.0, margin_c=0.05, band_c=1.0, horizon_s=20.0
+            lead_s=10.0, per_c=0.5, integral_s=120.0, margin_c=0.05, band_c=1.0, horizon_s=20.0, burst_s=3.0
         )
     )
     model_period_s: float = 1.0
@@ -122,6 +126,7 @@ class Tuning:
     memory_return_s: float = 30.0
     pressure_percent: float = 5.0
     calm_percent: float = 1.0
+    limit_share: float = 0.03
     battery_hysteresis_percent: float = 1.0
 
     def __post_init__(self) -> None:
