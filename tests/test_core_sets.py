@@ -209,7 +209,7 @@ def test_auto_overlaps_only_where_both_roles_have_cores_of_their_own(float_bundl
         with outrider.load(
             float_bundle, target_unit=units[0], draft_unit=units[1], governor=False
         ) as pipeline:
-            assert pipeline.engine._apart == apart
+            assert pipeline.engine._choosing.apart == apart
 
 
 def test_mistakes_in_units_are_refused_before_a_graph_is_opened(

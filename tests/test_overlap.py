@@ -469,7 +469,7 @@ def test_an_interrupt_while_the_engine_waits_for_the_draft_is_raised_once_the_dr
         def wait(self, ready: Callable[[], bool]) -> None:
             interrupted(ready)
 
-    made._ahead = Ahead(timeline=Timeline())
+    made._ahead = made._choosing._ahead = Ahead(timeline=Timeline())
     with pytest.raises(KeyboardInterrupt):
         list(made.decode(PROMPT, overlapped()))
     assert seen >= 2

@@ -1,0 +1,109 @@
+"""Who drafts how much in a round: what the planner may choose from, and drafters that first catch up with the text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from outrider.contracts import Clock, Drafter, Plan
+from outrider.power.governor import Directive
+from outrider.runtime.catch_up import CatchingUp
+from outrider.runtime.context import Context
+from outrider.runtime.costs import FAR_BEHIND
+from outrider.runtime.governed import Governed
+from outrider.runtime.overlap import Ahead, can_overlap
+from outrider.runtime.planner import Modes, Planner
+from outrider.runtime.request import Request
+from outrider.runtime.turn import Run, Turn
+
+__all__ = ["Choosing"]
+
+
+class Choosing:
+    """Has the planner choose within what both contexts, the widths, the request and the governor allow.
+
+    `apart` are the drafters on another unit than the target's, `widest` the most tokens of a verify forward.
+    """
+
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        apart: Collection[str],
+        widest: int,
+        governed: Governed,
+        ahead: Ahead,
+        clock: Clock,
+    ) -> None:
+        self.apart = frozenset(apart)
+        self._drafters, self._widest, self._ahead = drafters, widest, ahead
+        self._catching_up = CatchingUp(drafters, governed, clock, ahead.drop)
+
+    def overlapping(self, request: Request) -> frozenset[str]:
+        """The drafters that may draft beside a verify forward, by what they can and what the request says."""
+        able = {name for name, drafter in self._drafters.items() if can_overlap(drafter)}
+        able &= {request.drafter} if request.drafter else able
+        if request.drafting == "auto":
+            able &= self.apart
+        return frozenset(able if request.drafting != "serial" else ())
+
+    def plan(self, run: Run, turn: Turn, planner: Planner) -> Plan:
+        """The plan of a round, once its drafter has seen the text; `turn` gets what is known of the drafters."""
+        if len(turn.pending) > 1:
+            return Plan(None, 0, "none", reason="prefill")
+        most = min(run.remaining, self._widest) - 1
+        if run.request.k == 0 or most < 1:
+            plan = Plan(None, 0, "none", reason="no draft fits" if run.request.k else "k is 0")
+            return _paced(plan, turn.directive, planner)
+        names = [run.request.drafter] if run.request.drafter else list(self._drafters)
+        names = [name for name in names if getattr(self._drafters[name], "loaded", True)]
+        turn.kinds = self._kinds(run.context, names)
+        turn.backlogs = {name: self._backlog(name, run.context) for name in turn.kinds}
+        return self._catch_up(
+            run, turn, self._chosen(run, turn, most, self._modes(run.request, names), planner), planner
+        )
+
+    def _modes(self, request: Request, names: list[str]) -> Modes:
+        able = frozenset(name for name in names if getattr(self._drafters[name], "corrects", False))
+        serial = request.drafting != "overlapped"
+        return Modes(self.overlapping(request), serial, self._catching_up.names, able)
+
+    def _chosen(self, run: Run, turn: Turn, most: int, modes: Modes, planner: Planner) -> Plan:
+        """The planner's choice, once it knows what a step takes of drafters that must run a prompt for a draft."""
+        kinds, directive = turn.kinds, turn.directive
+        if run.request.k != "auto":
+            plan = Plan(None, 0, "none", reason="nothing to propose")
+            if kinds:
+                plan = Plan(next(iter(kinds)), min(run.request.k, most), reason="fixed k")
+                plan = planner.with_mode(plan, kinds, directive, modes)
+            return _paced(plan, directive, planner)
+        while True:
+            known = run.context, run.request.sampling, planner
+            priced = self._catching_up.price(turn.caught, turn.backlogs, *known)
+            plan = planner.plan(kinds, most, turn.backlogs, run.remaining, directive, modes)
+            if plan.k or not priced:
+                return plan
+
+    def _catch_up(self, run: Run, turn: Turn, plan: Plan, planner: Planner) -> Plan:
+        """The plan, once its drafter has run what it has not seen; a plain one where that turns out too costly."""
+        if plan.drafter is None or turn.backlogs.get(plan.drafter, 0) <= FAR_BEHIND:
+            return plan
+        known = run.context, run.request.sampling, planner, run.request.k == "auto"
+        if self._catching_up.run(turn.caught, plan, turn.backlogs, *known):
+            return plan
+        return _paced(Plan(None, 0, "none", reason="catching up is too slow"), turn.directive, planner)
+
+    def _backlog(self, name: str, context: Context) -> int:
+        """Tokens that a drafter must run before it can propose; 0 when it keeps no such state, or is ahead."""
+        ask = getattr(self._drafters[name], "backlog", None)
+        if ask is None or self._ahead.ready(name, len(context)):
+            return 0
+        return int(ask(context))
+
+    def _kinds(self, context: Context, names: list[str]) -> dict[str, str]:
+        """The drafters that can propose now, with the kind of proposal (see `LookupDrafter.kind`)."""
+        asked = ((name, getattr(self._drafters[name], "kind", lambda context: "")) for name in names)
+        kinds = ((name, ask(context)) for name, ask in asked)
+        return {name: kind for name, kind in kinds if kind is not None}
+
+
+def _paced(plan: Plan, directive: Directive | None, planner: Planner) -> Plan:
+    return plan if directive is None else planner.paced(plan, directive)
