@@ -109,3 +109,18 @@ def test_of_a_prompt_that_its_context_cannot_hold_a_draft_is_only_behind_by_what
     behind = drafter.backlog(PROMPT)
     drafter.propose(PROMPT, 1, sampling, np.random.default_rng(0))
     assert draft.forwards == [behind] == [32]
+
+
+def test_tokens_that_run_again_when_a_window_slides_are_a_catch_up_and_not_in_the_price_of_a_step() -> None:
+    clock = VirtualClock()
+    target = FakeGraph(VOCAB, 1024, logits=LOGITS, costs_s=VERIFY_S, clock=clock)
+    draft = FakeGraph(VOCAB, 256, logits=LOGITS, costs_s={1: 0.004, 256: 0.029}, clock=clock)
+    drafter = ModelDrafter(draft, min_confidence=0.0)
+    engine = Engine(target, {"model": drafter}, clock=clock)
+    starts, steps_s = set(), []
+    for _ in engine.decode(PROMPT[:20], Request(max_new_tokens=600)):
+        starts.add(drafter._start)
+        steps_s += engine.planner.costs.draft_s.values()
+    assert len(starts) >= 4
+    assert max(steps_s) < 0.0045  # no window is in the price of a step
+    assert engine.planner.to_dict()["catch_up_s"]["model"] == pytest.approx(1e-4, rel=0.3)

@@ -156,7 +156,9 @@ def test_a_new_conversation_keeps_the_common_prefix_of_the_drafts_cache():
 def test_a_short_draft_context_slides_and_drafts_from_the_recent_text():
     drafter, context = model(max_context=8), Context([1] * 5)
     for _ in range(10):
+        behind, before = drafter.backlog(context, 3), len(drafter.graph.forwards)
         drafted = drafter.propose(context, 3, GREEDY, RNG).tokens.tolist()
+        assert sum(drafter.graph.forwards[before:]) == behind + len(drafted) - 1
         seen = drafter.graph.tokens[: drafter.graph.length - (len(drafted) - 1)]
         assert context[len(context) - len(seen) :] == seen
         assert drafted == greedy_after(seen, len(drafted))

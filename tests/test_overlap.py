@@ -295,6 +295,36 @@ def test_a_correction_holds_with_its_place_and_its_token_only(accepted: int, tok
     ahead.close()
 
 
+def test_a_correction_that_the_verdict_overtakes_was_not_put_to_the_test() -> None:
+    asked, judged = threading.Event(), threading.Event()
+
+    def clock() -> float:
+        if asked.is_set():  # the thread looks for time that is left: the verdict comes now
+            judged.wait(10.0)
+        return 0.0
+
+    class Sure(ModelDrafter):
+        corrects = True  # type: ignore[assignment]
+
+        def assume(self, k: int, rng: np.random.Generator) -> Any:
+            yield 4
+
+        def correct(self, k: int) -> Any:
+            asked.set()
+            yield Correction(1, 7)
+            yield 9
+
+    ahead = Ahead(clock)
+    assert ahead.start("model", Sure(FakeGraph(VOCAB, logits=LOGITS)), 0, 10, 2, beside_s=60.0)
+    assert asked.wait(10.0)
+    ahead.judge(Proposal(np.array([2, 3]), np.array([-1, 0])), Decision((2, 7), (0,), 2, (), False))
+    judged.set()
+    ahead.settle()
+    worked = ahead.collect()
+    assert (worked.steps, worked.corrections, worked.held) == (1, 0, 0)
+    ahead.close()
+
+
 def test_in_reject_mode_and_without_rows_to_put_aside_there_is_no_correction() -> None:
     class Sealed(FakeGraph):
         keeps_rows = False

@@ -56,10 +56,11 @@ class Choosing:
         names = [run.request.drafter] if run.request.drafter else list(self._drafters)
         names = [name for name in names if getattr(self._drafters[name], "loaded", True)]
         turn.kinds = self._kinds(run.context, names)
-        turn.backlogs = {name: self._backlog(name, run.context) for name in turn.kinds}
-        return self._catch_up(
-            run, turn, self._chosen(run, turn, most, self._modes(run.request, names), planner), planner
-        )
+        turn.backlogs = {name: self._backlog(name, run.context, 1) for name in turn.kinds}
+        plan = self._chosen(run, turn, most, self._modes(run.request, names), planner)
+        if plan.drafter in turn.backlogs:
+            turn.backlogs[plan.drafter] = self._backlog(plan.drafter, run.context, plan.k)
+        return self._catch_up(run, turn, plan, planner)
 
     def _modes(self, request: Request, names: list[str]) -> Modes:
         able = frozenset(name for name in names if getattr(self._drafters[name], "corrects", False))
@@ -79,8 +80,18 @@ class Choosing:
             known = run.context, run.request.sampling, planner
             priced = self._catching_up.price(turn.caught, turn.backlogs, *known)
             plan = planner.plan(kinds, most, turn.backlogs, run.remaining, directive, modes)
+            if self._must_slide(run.context, plan, turn.backlogs):
+                continue
             if plan.k or not priced:
                 return plan
+
+    def _must_slide(self, context: Context, plan: Plan, backlogs: dict[str, int]) -> bool:
+        """Whether the drafter has more to run before so long a draft than was thought; `backlogs` know it then."""
+        known = backlogs.get(plan.drafter or "")
+        if plan.drafter is None or known is None:
+            return False
+        backlogs[plan.drafter] = max(known, self._backlog(plan.drafter, context, plan.k))
+        return backlogs[plan.drafter] > known
 
     def _catch_up(self, run: Run, turn: Turn, plan: Plan, planner: Planner) -> Plan:
         """The plan, once its drafter has run what it has not seen; a plain one where that turns out too costly."""
@@ -91,12 +102,12 @@ class Choosing:
             return plan
         return _paced(Plan(None, 0, "none", reason="catching up is too slow"), turn.directive, planner)
 
-    def _backlog(self, name: str, context: Context) -> int:
-        """Tokens that a drafter must run before it can propose; 0 when it keeps no such state, or is ahead."""
+    def _backlog(self, name: str, context: Context, k: int) -> int:
+        """Tokens that a drafter must run before k drafts; 0 when it keeps no such state, or is ahead."""
         ask = getattr(self._drafters[name], "backlog", None)
         if ask is None or self._ahead.ready(name, len(context)):
             return 0
-        return int(ask(context))
+        return int(ask(context, k))
 
     def _kinds(self, context: Context, names: list[str]) -> dict[str, str]:
         """The drafters that can propose now, with the kind of proposal (see `LookupDrafter.kind`)."""

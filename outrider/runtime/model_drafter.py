@@ -157,16 +157,16 @@ class ModelDrafter:
         self._put_back()
         self._ahead = self._begun = self._corrected = None
 
-    def backlog(self, context: Sequence[int]) -> int:
-        """How many tokens the draft must run before its first proposal; at least 1."""
-        aside = self._displaced  # rows that the next draft has back
-        cached = self._cached if aside is None else [*self._cached[: aside.base], *aside.tokens]
-        if context is self._source:
-            known = context[self._start : self._start + len(cached)]
-            shared = common_prefix(cached, known, min(self._checked, len(known)))
-            return len(context) - self._start - min(shared, len(context) - self._start - 1)
-        shared = common_prefix(cached, context) if self._start == 0 else 0
-        return min(len(context) - min(shared, len(context) - 1), self._window(len(context)))
+    def backlog(self, context: Sequence[int], k: int = 1) -> int:
+        """How many tokens the draft must run before the first of k; at least 1.
+
+        Near the end of its context that depends on k: where so long a draft does not fit, the window slides.
+        """
+        cached, aside = self._cached[: self.graph.length], self._displaced
+        if aside is not None:  # rows that the next draft has back
+            cached = [*cached[: aside.base], *aside.tokens]
+        start, keep = self._kept(cached, context, k)
+        return len(context) - start - keep
 
     def catch_up(self, context: Sequence[int], k: int, sampling: Sampling, most: int) -> int:
         """Run at most so many tokens of what is before a draft of k, all but the last; returns how many ran.
@@ -374,15 +374,20 @@ class ModelDrafter:
             self._checked = 0
             self._source, self._sampling = context, sampling
         self._push(context)
-        known = context[self._start : self._start + len(self._cached)]
-        keep = common_prefix(self._cached, known, min(self._checked, len(known)))
-        keep = min(keep, len(context) - self._start - 1)
-        if keep <= 0 or len(context) - self._start + k - 1 > self.graph.max_context:
-            self._start = max(0, len(context) - self._window(len(context) + k - 1))
-            keep = 0
+        self._start, keep = self._kept(self._cached, context, k)
         if keep < len(self._cached):
             self.graph.truncate(keep)
             del self._cached[keep:]
+
+    def _kept(self, cached: list[int], context: Sequence[int], k: int) -> tuple[int, int]:
+        """Where the window begins for k drafts behind a context, and how many of the cached rows stay in it."""
+        known = context[self._start : self._start + len(cached)]
+        checked = self._checked if context is self._source else 0
+        keep = common_prefix(cached, known, min(checked, len(known), len(cached)))
+        keep = min(keep, len(context) - self._start - 1)
+        if keep <= 0 or len(context) - self._start + k - 1 > self.graph.max_context:
+            return max(0, len(context) - self._window(len(context) + k - 1)), 0
+        return self._start, keep
 
     def _window(self, needed: int) -> int:
         """Tokens to keep when the cache is filled anew: all that fit, or half of the context."""

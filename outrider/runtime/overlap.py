@@ -107,6 +107,7 @@ class _Piece:
     seconds: float = 0.0
     error: Exception | None = None
     wake: SimpleQueue[None] = field(default_factory=SimpleQueue)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of `judged` and `correction`
 
     def run(self, clock: Clock, timeline: Timeline | None) -> None:
         """Draft until it is done or cancelled, and tell the guess as soon as it is made."""
@@ -136,9 +137,15 @@ class _Piece:
                 self.steps, self.later = self.steps + 1, self.later + 1
             if self.cancelled or self.judged or clock() + step_s > begin + self.until_s:
                 break
-            if isinstance(item, Correction):
-                self.correction = item
+            if isinstance(item, Correction) and not self._foretell(item):
+                break
         after.close()
+
+    def _foretell(self, correction: Correction) -> bool:
+        """Say what is drafted behind; False where the verdict was first: it was not put to the test then."""
+        with self.lock:
+            self.correction = None if self.judged else correction
+        return self.correction is not None
 
     def _tell(self, timeline: Timeline | None) -> None:
         self.wake.put(None)
@@ -199,8 +206,10 @@ class Ahead:
         if whole and not piece.guessed:
             self._wait(piece, lambda: piece.guessed)
         right = whole and piece.guess == token
+        with piece.lock:
+            piece.judged = True
         piece.corrected = not right and piece.correction == (place, token)
-        piece.judged, piece.came_true = True, right or piece.corrected
+        piece.came_true = right or piece.corrected
         piece.cancelled = not piece.came_true
         if piece.corrected:
             piece.start -= len(proposal) - place

@@ -205,8 +205,8 @@ class TraceDrafter:
         kinds, position = self._run.kind, self._position(context)
         return "" if kinds is None else kinds[position]
 
-    def backlog(self, context: Sequence[int]) -> int:
-        """Tokens that a draft model must run before its first proposal; 0 for lookup."""
+    def backlog(self, context: Sequence[int], k: int = 1) -> int:
+        """Tokens that a draft model must run before the first of k drafts; 0 for lookup. It has room for any k."""
         if self._cost is None:
             return 0
         return len(context) - self._seen if context is self._source else len(context)
