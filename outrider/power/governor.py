@@ -22,6 +22,7 @@ from outrider.power.state import State, credible
 from outrider.power.thermal_model import ThermalModel
 from outrider.power.trip_touch import TripTouch
 from outrider.power.tuning import Gains, Tuning
+from outrider.records import is_real
 
 __all__ = ["BELOW_REST", "Directive", "Governor", "Level", "Policy"]
 
@@ -67,8 +68,8 @@ class Policy:
             "memory_limit_mb": (self.memory_limit_mb, 1.0, 1e9, "MB"),
         }
         for name, (value, low, high, unit) in bounds.items():
-            if value is not None and not low <= value <= high:
-                raise UsageError(f"{name} is {value}; it must be between {low:g} and {high:g} {unit}")
+            if value is not None and not (is_real(value) and low <= value <= high):
+                raise UsageError(f"{name} is {value!r}; it must be a number between {low:g} and {high:g} {unit}")
 
 
 @dataclass(frozen=True)
