@@ -233,10 +233,11 @@ def trace_cache() -> Callable[[pytest.MonkeyPatch], None]:
 @pytest.fixture(autouse=True)
 def calm_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much memory this machine has free at the moment decides no test."""
-    from outrider.runtime import memory_budget, open_pacer
+    from outrider.runtime import memory_budget, open_pacer, placement_sources
 
     monkeypatch.setattr(open_pacer, "memory_sensors", list)
-    monkeypatch.setattr(memory_budget, "available_here", lambda: None)
+    for module in (memory_budget, placement_sources):
+        monkeypatch.setattr(module, "available_here", lambda: None)
 
 
 @pytest.fixture

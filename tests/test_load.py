@@ -27,7 +27,8 @@ from outrider.manifest import (
 from outrider.runtime import backends
 from outrider.runtime import load as loading
 from outrider.runtime.load import RoleOptions
-from outrider.runtime.memory_budget import PROCESS_MB, SESSION_MB, MemoryLimit, Room, room_here
+from outrider.runtime.memory_budget import PROCESS_MB, MemoryLimit, Room, room_here
+from outrider.runtime.role_memory import SESSION_MB
 from outrider.targets.fake import FakeGraph
 
 VOCAB = 328
@@ -261,7 +262,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, free_mb: float | None = None, held_mb
     """A process of the usual size on a machine with so much free memory."""
 
     def room(limit_mb: float | None) -> Room:
-        free = None if free_mb is None else MemoryLimit(free_mb, "that the machine has free now")
+        free = None if free_mb is None else MemoryLimit(free_mb, "that the machine has free now", 128.0)
         return replace(room_here(limit_mb), held_mb=held_mb, free=free)
 
     monkeypatch.setattr(loading, "room_here", room)

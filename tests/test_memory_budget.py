@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.errors import BackendError, UsageError
@@ -25,7 +28,18 @@ from outrider.manifest import (
     token_map_hash,
     write_manifest,
 )
-from outrider.runtime.memory_budget import CODE_MB, PROCESS_MB, MemoryLimit, MemoryPlan, Room, choose_memory
+from outrider.power.governor import Policy
+from outrider.runtime import memory_budget
+from outrider.runtime.memory_budget import (
+    CODE_MB,
+    PROCESS_MB,
+    MemoryLimit,
+    MemoryPlan,
+    Room,
+    asked_limit,
+    choose_memory,
+    held_mb,
+)
 from tests.cgroups import memory_cgroup
 
 HUNGRY = Path(__file__).with_name("hungry.py")
@@ -49,13 +63,26 @@ def graph(name: str, megabytes: int, **changes: Any) -> GraphEntry:
     return replace(entry, **changes)
 
 
+SMOL = graph(
+    "target.bin",
+    104,
+    kv=KvEntry("float32", "BHSD", 30, 3, 64),
+    weights=134_479_872,
+    prefill_width=512,
+    options={"hidden_size": 576},
+    vocab_size=49152,
+)
 PAIR = {"target": graph("target.bin", TARGET_MB), "draft": graph("draft.bin", DRAFT_MB)}
 ALONE_MB = PROCESS_MB + TARGET_MB + CACHE_MB
 
 
+def at_most(limit_mb: float) -> Room:
+    return Room(0.0, MemoryLimit(limit_mb, "of the memory limit"), None)
+
+
 def plan(limit_mb: float | None = None, free_mb: float | None = None, **wishes: int) -> MemoryPlan:
     limit = None if limit_mb is None else MemoryLimit(limit_mb, "of the memory limit")
-    free = None if free_mb is None else MemoryLimit(free_mb, "that the machine has free now")
+    free = None if free_mb is None else MemoryLimit(free_mb, "that the machine has free now", 128.0)
     return choose_memory(PAIR, wishes, Room(20.0, limit, free))
 
 
@@ -84,17 +111,62 @@ def test_the_next_smaller_plan_is_taken_and_said(
 
 def test_prompts_are_read_in_shorter_chunks_before_the_draft_loses_anything() -> None:
     """The shapes of SmolLM2-135M: a gate projection of 1,536 rows, found from the number of weights."""
-    changes: dict[str, Any] = {"prefill_width": 512, "options": {"hidden_size": 576}, "vocab_size": 49152}
-    shape = KvEntry("float32", "BHSD", 30, 3, 64)
-    model = graph("target.bin", 104, kv=shape, weights=134_479_872, **changes)
-    pair = {"target": model, "draft": model}
+    pair = {"target": SMOL, "draft": SMOL}
     whole = choose_memory(pair, {}, Room(0.0, None, None))
     assert whole.target.scratch_mb == pytest.approx(4e-6 * (512 * 10 * 1536 + 16 * 49152))
-    tight = Room(0.0, MemoryLimit(whole.peak_mb - 1, "of the memory limit"), None)
-    short = choose_memory(pair, {}, tight)
+    short = choose_memory(pair, {}, at_most(whole.peak_mb - 1))
     assert (short.chunk, short.draft and short.draft.context) == (128, 2048)
     assert whole.peak_mb - short.peak_mb == pytest.approx(2 * 4e-6 * 384 * 10 * 1536)
     assert short.notes[0].startswith("prompts are read 128 tokens at a time")
+    alone = choose_memory({"target": SMOL}, {}, Room(0.0, None, None))
+    without = choose_memory(pair, {}, at_most(alone.peak_mb))  # long chunks are worth more than nothing
+    assert (without.chunk, without.draft, len(without.notes)) == (512, None, 1)
+    least = choose_memory(pair, {}, at_most(alone.peak_mb - 1))
+    assert (least.chunk, least.draft, least.target.context) == (128, None, 2048)
+    assert [note.partition(":")[0] for note in least.notes] == [
+        "the draft model is left out, n-gram lookup still drafts",
+        "prompts are read 128 tokens at a time",
+    ]
+    static = {role: replace(SMOL, profile="split") for role in pair}  # chunks stay as they were compiled
+    assert choose_memory(static, {}, at_most(whole.peak_mb - 1)).chunk == 512
+
+
+def test_a_draft_that_would_come_close_to_the_limit_of_the_process_is_not_planned() -> None:
+    """The governor would release it as soon as its cache is full: prompts are read in shorter chunks, and it fits."""
+    whole = choose_memory({"target": SMOL, "draft": SMOL}, {"draft": 2048}, Room(0.0, None, None))
+    for share, chunk in ((0.975, 128), (0.965, 512)):
+        limit = asked_limit(whole.steady_mb / share, "of the memory limit")
+        found = choose_memory({"target": SMOL, "draft": SMOL}, {"draft": 2048}, Room(0.0, limit, None))
+        assert (found.draft is not None, found.chunk) == (True, chunk)
+
+
+@pytest.mark.parametrize("mb", ["12", True, float("nan"), -5.0, 0, None, 1e12, [500]], ids=repr)
+def test_what_is_no_amount_of_memory_is_refused_with_the_value(mb: Any) -> None:
+    with pytest.raises(UsageError, match=r"memory_limit is .*" + re.escape(repr(mb))):
+        asked_limit(mb, "of the memory limit")
+    if mb is not None:
+        with pytest.raises(UsageError, match=r"memory_limit_mb is .*" + re.escape(repr(mb))):
+            Policy(memory_limit_mb=mb)
+
+
+def test_numbers_of_numpy_are_amounts_of_memory() -> None:
+    assert asked_limit(np.float32(512), "of the memory limit").mb == 512
+    assert Policy(memory_limit_mb=np.int64(512)).memory_limit_mb == 512
+
+
+def test_macos_tells_what_a_process_holds_by_its_task_s_information(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for its C library: nobody has run this on a Mac yet."""
+
+    def proc_pidinfo(process: int, flavor: int, argument: Any, buffer: Any, size: int) -> int:
+        assert (process, flavor, argument.value, size) == (os.getpid(), 4, 0, 96)
+        buffer[0], buffer[1] = 9_000_000_000, 250_000_000  # virtual, resident
+        return size
+
+    monkeypatch.setattr(memory_budget.sys, "platform", "darwin")
+    for told, held in ((proc_pidinfo, 250.0), (lambda *_: 0, 0.0)):
+        library = type("C", (), {"proc_pidinfo": staticmethod(told)})
+        monkeypatch.setattr(memory_budget.ctypes, "CDLL", lambda _, library=library: library)
+        assert held_mb() == held
 
 
 def test_contexts_that_were_asked_for_are_kept_and_what_cannot_be_names_the_smallest_plan() -> None:

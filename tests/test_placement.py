@@ -14,10 +14,12 @@ from outrider.export.config import ModelConfig
 from outrider.export.device_plans import plan_graphs
 from outrider.export.options import ExportOptions, RoleOptions
 from outrider.export.placement import model_candidates
-from outrider.manifest import FileEntry, GraphEntry, KvEntry
+from outrider.manifest import FileEntry, GraphEntry, KvEntry, RoleEntry, read_manifest
+from outrider.runtime import placement_sources
+from outrider.runtime.memory_budget import Room, asked_limit, choose_memory
 from outrider.runtime.placement import PROCESS_MB, MemoryLimit, place
 from outrider.runtime.placement_costs import K_MAX, Candidate, Seat, drafting_ways, round_costs, seat_basis
-from outrider.runtime.placement_sources import available_now, unit_cores
+from outrider.runtime.placement_sources import available_now, bundle_candidates, limit_on, unit_cores
 from outrider.runtime.planner import Acceptance, choose, expected_tokens
 from outrider.targets.core_sets import cores_of
 from outrider.targets.device import Figure, load_device
@@ -29,6 +31,7 @@ from tests.placement_pairs import DRAFT, PLENTY, TARGET, request
 PI = load_device("raspberry-pi-5")
 SMALL = ModelConfig("qwen2", 151936, 896, 24, 14, 2, 64, 4864, 32768, tie_embeddings=True)
 LARGE = ModelConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960, 32768, tie_embeddings=True)
+UNBOUND = Room(0.0, None, None)
 SMALLEST = "the smallest plan that would work: the target on cpu by onnxruntime"
 
 
@@ -132,8 +135,32 @@ def test_a_draft_remembers_less_before_it_is_left_out_and_the_target_after_that(
     plan = place(request("raspberry-pi-5", shorter, limit=tight))
     assert plan.chosen.target.context == 512
     assert any("512 tokens only" in note for note in plan.notes)
-    with pytest.raises(UsageError, match="it holds 512 tokens, 2048 were asked for"):
+    with pytest.raises(UsageError, match="512 tokens, no draft model, 2573 MB"):
         place(request("raspberry-pi-5", shorter, limit=tight, context=2048))
+
+
+def test_a_bundle_is_planned_to_take_what_loading_it_would_take(tmp_path: Path) -> None:
+    """Chunks of prompts, contexts and what is held while a graph is opened: all of it is counted in one place."""
+    manifest = read_manifest(pairs.write_pair(tmp_path / "pair"))
+    graphs = {
+        role: replace(entry.graphs[0], options={"hidden_size": 896}) for role, entry in manifest.roles.items()
+    }
+    roles = {role: RoleEntry((graph,)) for role, graph in graphs.items()}
+    candidates = bundle_candidates(replace(manifest, roles=roles), here=False)
+    found = set()
+    least = choose_memory({"target": graphs["target"]}, {"target": 256}, UNBOUND)
+    for limit_mb in range(int(least.peak_mb) - 25, 900, 30):
+        limit = asked_limit(limit_mb, "of a test")
+        loaded = choose_memory(graphs, {}, Room(0.0, limit, None))
+        drafting = "none" if loaded.draft is None else "serial"
+        chosen = place(replace(request(limit=limit, drafting=drafting), candidates=candidates)).chosen
+        assert (chosen.memory_mb, chosen.chunk) == (pytest.approx(loaded.peak_mb), loaded.chunk)
+        for ours, theirs in ((chosen.target, loaded.target), (chosen.draft, loaded.draft)):
+            assert (ours and (ours.context, ours.scratch_mb)) == (
+                theirs and (theirs.context, theirs.scratch_mb)
+            )
+        found.add((loaded.target.context, loaded.draft and loaded.draft.context, loaded.chunk))
+    assert {(1024, 1024, 512), (1024, 1024, 128), (1024, None, 512), (256, None, 128)} < found
 
 
 def test_every_option_is_within_the_limit() -> None:
@@ -266,11 +293,17 @@ def test_the_table_of_embeddings_of_an_npu_s_graph_is_not_streamed() -> None:
     assert cost.resident_mb == pytest.approx(636)
 
 
-def test_a_device_s_share_and_this_machine_s_free_memory_are_the_default_limits() -> None:
+def test_a_device_s_share_and_this_machine_s_free_memory_are_the_default_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert available_now(PI).mb == pytest.approx(0.8e3 * PI.memory_gb)
-    here = available_now(load_device("host"))
-    assert here.mb > 0
-    assert "now" in here.how or "assumed" in here.how
+    host = load_device("host")
+    assert "assumed" in available_now(host).how  # where nothing tells
+    free = MemoryLimit(300.0, "that the machine has free now", 128.0)
+    monkeypatch.setattr(placement_sources, "available_here", lambda: free)
+    assert available_now(host) == limit_on(host, None) == limit_on(host, 4000.0) == free
+    assert limit_on(host, 200.0) == asked_limit(200.0, "of --memory-limit")
+    assert limit_on(PI, 4000.0) == asked_limit(4000.0, "of --memory-limit")
 
 
 def test_cores_are_shared_out_only_where_they_are_known_to_be_alike() -> None:

@@ -34,7 +34,7 @@ def test_json_has_every_option_and_refusal(run_main: Run, pair: Path) -> None:
     assert code == 0
     plan = json.loads(out)
     assert plan["options"][0] == plan["chosen"]
-    assert plan["limit"] == {"mb": 550.0, "how": "of --memory-limit"}
+    assert plan["limit"] == {"mb": 550.0, "how": "of --memory-limit", "reserve_mb": pytest.approx(16.5)}
     assert plan["chosen"]["draft"] is None
     assert any("draft on cpu" in refusal["what"] for refusal in plan["refused"])
     assert {option["basis"] for option in plan["options"]} == {"modelled"}
@@ -73,7 +73,7 @@ def test_mistakes_name_the_smallest_plan_that_would_work(
     code, out, err = run_main("plan", str(pair), "--device", "raspberry-pi-5", *words)
     assert (code, out) == (2, "")
     assert message in err
-    assert "the smallest plan that would work: the target on cpu by onnxruntime (int4), 1024 tokens" in err
+    assert "the smallest plan that would work: the target on cpu by onnxruntime (int4), 256 tokens" in err
 
 
 @pytest.mark.parametrize(

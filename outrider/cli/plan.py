@@ -83,19 +83,19 @@ def command(bundle: Path | None, as_json_text: bool, **given: Any) -> None:
     """
     from outrider.export.device_plans import open_device
     from outrider.manifest import read_manifest
-    from outrider.runtime.placement import MemoryLimit, Request, place
-    from outrider.runtime.placement_sources import available_now, measured_acceptance, unit_cores
+    from outrider.runtime.placement import Request, place
+    from outrider.runtime.placement_sources import limit_on, measured_acceptance, unit_cores
 
     device = open_device(given["device"])
     manifest = read_manifest(bundle) if bundle is not None else None
     candidates = _candidates(device, manifest, given)
-    limit_mb, acceptance = given["memory_limit_mb"], given["acceptance"]
+    acceptance = given["acceptance"]
     share, source = measured_acceptance(manifest) if acceptance is None else (acceptance, "as given")
     plan = place(
         Request(
             device,
             candidates,
-            available_now(device) if limit_mb is None else MemoryLimit(limit_mb, "of --memory-limit"),
+            limit_on(device, given["memory_limit_mb"]),
             given["objective"],
             share,
             source,
@@ -125,7 +125,7 @@ def _candidates(device: Device, manifest: Manifest | None, given: dict[str, Any]
             raise UsageError(
                 f"--{stray.replace('_', '-')} concerns models; the graphs of a bundle are made already"
             )
-        return bundle_candidates(manifest, here=device.kind == "host")
+        return bundle_candidates(manifest, here=device.kind == "host", context=given["max_context"])
     return _of_models(device, given)
 
 
@@ -163,7 +163,7 @@ def describe(plan: DevicePlan) -> str:
         f"{'role':7}{'unit':9}{'backend':13}{'precision':11}{'threads':>7}{'context':>9}  {'KV':9}{'widths':18}"
         f"{'weights':>8}{'KV MB':>7}{'scratch':>8}{'ms':>8}  figures",
         *(_role_line(role) for role in (chosen.target, chosen.draft) if role is not None),
-        f"together {chosen.memory_mb:.0f} MB with the process itself (modelled)",
+        f"together {chosen.memory_mb:.0f} MB at most, with the process itself (modelled)",
         "",
         *_drafting_lines(plan),
         "",

@@ -19,7 +19,7 @@ from outrider.export.slots import matrix_slots, slot_shape
 from outrider.quantize.coreml_recipes import CoreMLRecipe, CoreMLScheme, Palette
 from outrider.quantize.npu_recipes import get_npu_recipe
 from outrider.quantize.schemes import AnyScheme, BlockInt, Carry, DynamicInt8, Float
-from outrider.runtime.memory_budget import LEAST_CONTEXT
+from outrider.runtime.role_memory import LEAST_CONTEXT
 from outrider.targets.device import APP_SHARE, Device
 
 __all__ = ["Budget", "GraphSize", "estimate", "fit_budget", "refuse_full_disk", "with_free_space"]

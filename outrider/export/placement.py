@@ -10,8 +10,8 @@ from outrider.export.config import ModelConfig
 from outrider.export.device_plans import plan_graphs
 from outrider.export.options import ExportOptions
 from outrider.export.slots import matrix_slots, slot_shape
-from outrider.runtime.memory_budget import LEAST_CONTEXT, logits_mb
 from outrider.runtime.placement_costs import Candidate
+from outrider.runtime.role_memory import CHUNK, SHORT_CHUNK, GraphShape, halves, weights_mb
 from outrider.targets.device import Device
 from outrider.targets.model_cost import ModelCost
 
@@ -24,17 +24,10 @@ def model_candidates(
     """Every graph that `outrider export` would make, with the context asked for and with halves of it."""
     found = {
         replace(size.plan, preference=0): _candidate(size, configs[size.plan.role])
-        for context in _contexts(options.max_context)
+        for context in (options.max_context, *halves(options.max_context))
         for size in _sizes(device, replace(options, max_context=context), configs)
     }
     return tuple(found.values())
-
-
-def _contexts(longest: int) -> Iterator[int]:
-    yield longest
-    while longest // 2 >= LEAST_CONTEXT:
-        longest //= 2
-        yield longest
 
 
 def _sizes(device: Device, options: ExportOptions, configs: Mapping[str, ModelConfig]) -> Iterator[GraphSize]:
@@ -51,6 +44,18 @@ def _candidate(size: GraphSize, config: ModelConfig) -> Candidate:
     ops = 2.0 * sum(rows * columns for rows, columns in shapes)
     half = plan.backend == "coreml" or plan.lowering == "cuda"
     kv_type = "float16" if half else "int16" if plan.lowering == "npu" else "float32"
+    shape = GraphShape(
+        plan.role,
+        plan.backend,
+        plan.unit,
+        plan.profile,
+        plan.recipe,
+        config.num_logits,
+        config.hidden_size,
+        config.intermediate_size,
+        max(plan.widths, default=None),
+    )
+    stored = weights_mb(size.weights_mb, shape, tied=not size.gathered_mb)
     return Candidate(
         plan.role,
         plan.backend,
@@ -61,8 +66,10 @@ def _candidate(size: GraphSize, config: ModelConfig) -> Candidate:
         plan.max_context,
         kv_type,
         ModelCost(streamed, ops, 1e6 * size.kv_mb / plan.max_context, size.memory_mb),
-        (size.binaries_mb or size.weights_mb) + size.tables_mb,
+        (size.binaries_mb or stored) + size.tables_mb,
         size.kv_mb,
-        logits_mb(plan.role, config.num_logits),
+        shape.scratch_mb(min(CHUNK, plan.max_context)),
         config.vocab_size,
+        loading_mb=shape.loading_mb,
+        short_scratch_mb=shape.scratch_mb(min(SHORT_CHUNK, plan.max_context)),
     )

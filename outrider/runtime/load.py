@@ -18,12 +18,13 @@ from outrider.manifest import verify as verify_files
 from outrider.runtime.backends import BACKENDS, RoleOptions, why_passed_over
 from outrider.runtime.chat import ChatTemplate
 from outrider.runtime.lookup import LookupDrafter
-from outrider.runtime.memory_budget import CHUNK, MemoryPlan, choose_memory, room_here
+from outrider.runtime.memory_budget import MemoryPlan, choose_memory, room_here
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.open_pacer import Governing, open_pacer
 from outrider.runtime.pipeline import Pipeline
 from outrider.runtime.placed import Placement
 from outrider.runtime.planner import Planner
+from outrider.runtime.role_memory import CHUNK
 from outrider.runtime.rounds import Engine
 from outrider.runtime.text import Tokenizer
 from outrider.runtime.timing import known_costs, machine_line

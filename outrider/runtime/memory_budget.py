@@ -6,34 +6,32 @@ the KV cache at its context and scratch; `peak_mb` is the most that is held for 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from outrider.errors import UsageError
 from outrider.manifest import GraphEntry
 from outrider.power.tuning import Tuning
+from outrider.records import is_real
 from outrider.runtime.backends import held_context
-from outrider.targets.graph_meta import reading_description
-from outrider.targets.model_cost import KV_BYTES, resident_mb
+from outrider.runtime.role_memory import CHUNK, LEAST_CONTEXT, SHORT_CHUNK, RoleMemory, halves, role_memory
 
 __all__ = [
-    "CHUNK",
     "CODE_MB",
-    "LEAST_CONTEXT",
     "PROCESS_MB",
-    "SESSION_MB",
-    "TOKENIZER_BYTES",
     "MemoryLimit",
     "MemoryPlan",
-    "RoleMemory",
     "Room",
+    "asked_limit",
     "available_here",
     "choose_memory",
     "held_mb",
-    "logits_mb",
     "room_here",
+    "tokenizer_mb",
 ]
 
 PROCESS_MB = 85.0
@@ -43,50 +41,38 @@ CODE_MB = 34.0
 TOKENIZER_BYTES = 950.0
 """An entry of a tokenizer's vocabulary: what SmolLM2-135M (49k entries) and Qwen2.5-Coder-1.5B (152k) take beyond
 weights, cache and process, 50 and 137 MB on the same machine."""
-LEAST_CONTEXT = 256  # tokens; a model that remembers less is of little use
-WIDEST_VERIFY = 16  # tokens of the widest verify forward
-CHUNK = 512  # tokens of a prompt that are run at once, where the graph does not say
-SHORT_CHUNK = 128  # the same where memory is short: prompts take little longer
-SESSION_MB = 15.0  # of a second session, beyond its weights (measured); that of the first is in PROCESS_MB
-PROMPT_FLOATS = 10
-"""Floats for each row of a gate or up projection that a token of a prompt takes: SmolLM2-135M 10.2 (1,536 rows),
-Qwen2.5-Coder-1.5B 9.9 (8,960 rows), 0.5B 7.6 (4,864 rows), measured after a prompt in chunks of 512."""
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """MB that a plan may take, and what says so."""
+    """MB that a plan may take, and what says so.
+
+    Of it a draft model must leave `reserve_mb`: the governor would release one that does not, as soon as it is full.
+    """
 
     mb: float
     how: str
+    reserve_mb: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what is no amount of memory."""
-        if not 0.0 < self.mb < 1e12:
-            raise UsageError(f"memory_limit is {self.mb:g}; it must be above 0 MB and finite")
+        if not (is_real(self.mb) and 0.0 < self.mb < 1e12):
+            raise UsageError(f"memory_limit is {self.mb!r}; it must be a number of MB, above 0 and finite")
+
+    def what_refuses(self, plan: MemoryPlan, held_mb: float = 0.0) -> str | None:
+        """What a plan exceeds, of which the process holds `held_mb` already; None where it fits."""
+        beside = f", beside {held_mb:.0f} MB that it holds already" if held_mb else ""
+        if plan.peak_mb - held_mb > self.mb:
+            return f"{self.mb:.0f} MB {self.how}{beside}"
+        if plan.draft is not None and plan.steady_mb - held_mb + self.reserve_mb > self.mb:
+            return f"{self.mb:.0f} MB {self.how}{beside}, of which a draft model must leave {self.reserve_mb:.0f} MB"
+        return None
 
 
-@dataclass(frozen=True)
-class RoleMemory:
-    """MB of one role with a context in tokens; `loading_mb` is held beyond the weights while it is opened."""
-
-    context: int
-    weights_mb: float
-    kv_mb: float
-    scratch_mb: float
-    loading_mb: float
-
-    @property
-    def memory_mb(self) -> float:
-        """What it takes once its cache is full."""
-        return self.weights_mb + self.kv_mb + self.scratch_mb
-
-    def __str__(self) -> str:
-        """One line."""
-        return (
-            f"{self.memory_mb:.0f} MB with {self.context} tokens (weights {self.weights_mb:.0f}, "
-            f"KV {self.kv_mb:.0f}, scratch {self.scratch_mb:.0f})"
-        )
+def asked_limit(mb: float, how: str) -> MemoryLimit:
+    """A limit that the user sets to all that the process holds."""
+    limit = MemoryLimit(mb, how)
+    return replace(limit, reserve_mb=Tuning().limit_share * limit.mb)
 
 
 @dataclass(frozen=True)
@@ -140,15 +126,10 @@ class Room:
     free: MemoryLimit | None
 
     def what_refuses(self, plan: MemoryPlan) -> str | None:
-        """What the plan exceeds; None where it fits. A draft that would be released at once does not fit."""
-        if self.limit is not None and plan.peak_mb > self.limit.mb:
-            return f"{self.limit.mb:.0f} MB {self.limit.how}"
-        reserve_mb = Tuning().memory_reserve_mb if plan.draft is not None else 0.0
-        if self.free is not None and plan.peak_mb - self.held_mb + reserve_mb > self.free.mb:
-            return (
-                f"{self.free.mb:.0f} MB {self.free.how}, beside {self.held_mb:.0f} MB that it holds already"
-            )
-        return None
+        """What the plan exceeds; None where it fits."""
+        limits = ((self.limit, 0.0), (self.free, self.held_mb))
+        why = (limit.what_refuses(plan, held_mb) for limit, held_mb in limits if limit is not None)
+        return next((reason for reason in why if reason is not None), None)
 
 
 def choose_memory(
@@ -160,141 +141,78 @@ def choose_memory(
 
     Raises UsageError where none fits, with the smallest plan that would work.
     """
-    asked = _plan(graphs, wishes, room)
+    asked = smallest = _plan(graphs, wishes, room, CHUNK)
     too_large = room.what_refuses(asked)
     if too_large is None:
         return asked
-    smallest = asked
-    for plan in _smaller(graphs, wishes, room):
-        if room.what_refuses(plan) is None:
-            return replace(plan, notes=_notes(asked, plan, too_large))
-        smallest = plan
+    for opened, contexts in _cuts(graphs, wishes):
+        for chunk in (CHUNK, SHORT_CHUNK):
+            smallest = _plan(opened, contexts, room, chunk)
+            if room.what_refuses(smallest) is None:
+                return replace(smallest, notes=_notes(asked, smallest, too_large))
     raise UsageError(
         f"this bundle does not fit into the {room.what_refuses(smallest)}. The smallest plan that would work: "
         f"{smallest}{_hint(wishes)}"
     )
 
 
-def _smaller(
-    graphs: Mapping[str, GraphEntry], wishes: Mapping[str, int | None], room: Room
-) -> Iterator[MemoryPlan]:
-    """Plans in the order in which they are tried, without the one that was asked for; the last is the smallest."""
-    yield _plan(graphs, wishes, room, SHORT_CHUNK)
+def _cuts(
+    graphs: Mapping[str, GraphEntry], wishes: Mapping[str, int | None]
+) -> Iterator[tuple[Mapping[str, GraphEntry], Mapping[str, int | None]]]:
+    """What is opened and with which contexts, in the order in which it is tried; the last takes least."""
+    yield graphs, wishes
     alone = {"target": graphs["target"]}
     if "draft" in graphs:
         if wishes.get("draft") is None:
-            for context in _halves(held_context(graphs["draft"], wishes.get("target"))):
-                yield _plan(graphs, {**wishes, "draft": context}, room, SHORT_CHUNK)
-        yield _plan(alone, wishes, room)
-        yield _plan(alone, wishes, room, SHORT_CHUNK)
+            for context in halves(held_context(graphs["draft"], wishes.get("target"))):
+                yield graphs, {**wishes, "draft": context}
+        yield alone, wishes
     if wishes.get("target") is None:
-        for context in _halves(graphs["target"].max_context):
-            yield _plan(alone, {"target": context}, room, SHORT_CHUNK)
-
-
-def _halves(context: int) -> Iterator[int]:
-    while context // 2 >= LEAST_CONTEXT:
-        context //= 2
-        yield context
+        for context in halves(graphs["target"].max_context):
+            yield alone, {"target": context}
 
 
 def _plan(
-    graphs: Mapping[str, GraphEntry], wishes: Mapping[str, int | None], room: Room, chunk: int = CHUNK
+    graphs: Mapping[str, GraphEntry], wishes: Mapping[str, int | None], room: Room, chunk: int
 ) -> MemoryPlan:
     target, draft = graphs["target"], graphs.get("draft")
-    longest = wishes.get("target")
+    longest, chunk = wishes.get("target"), _chunk(graphs, chunk)
     return MemoryPlan(
         max(PROCESS_MB, room.held_mb + CODE_MB),
-        1e-6 * TOKENIZER_BYTES * target.vocab_size,
-        _of_role("target", target, longest, chunk),
-        None if draft is None else _of_role("draft", draft, _least(wishes.get("draft"), longest), chunk),
+        tokenizer_mb(target.vocab_size),
+        role_memory("target", target, longest, chunk),
+        None if draft is None else role_memory("draft", draft, _least(wishes.get("draft"), longest), chunk),
         chunk,
     )
+
+
+def tokenizer_mb(vocab_size: int) -> float:
+    """What a tokenizer with so many entries takes."""
+    return 1e-6 * TOKENIZER_BYTES * vocab_size
+
+
+def _chunk(graphs: Mapping[str, GraphEntry], most: int) -> int:
+    """Tokens of a prompt that are run at once: static graphs keep theirs, whatever is wanted."""
+    widths = [graph.prefill_width or CHUNK for graph in graphs.values() if graph.profile == "inplace"]
+    return min(most, max(widths)) if widths else CHUNK
 
 
 def _least(*contexts: int | None) -> int | None:
     return min((context for context in contexts if context is not None), default=None)
 
 
-def _of_role(role: str, graph: GraphEntry, wanted: int | None, chunk: int) -> RoleMemory:
-    cached = held_context(graph, wanted)
-    context = min(wanted or cached, graph.max_context)
-    kv = graph.kv
-    row = 2 * kv.layers * kv.heads * kv.head_dim * KV_BYTES.get(kv.dtype, 4)
-    scratch = logits_mb(role, graph.vocab_size) + _prompt_mb(graph, min(chunk, context))
-    scratch += SESSION_MB if role == "draft" else 0.0
-    return RoleMemory(context, _weights_mb(graph), 1e-6 * row * cached, scratch, _loading_mb(graph))
-
-
-def _weights_mb(graph: GraphEntry) -> float:
-    """The weights, or the context binaries of one device that an NPU loads in their place, whichever are more.
-
-    An embedding that shares its bytes with the head is there twice: the head packed, the table as rows are looked up.
-    """
-    compiled: dict[str, int] = {}
-    for name, file in graph.files.items():
-        if graph.unit == "npu" and name.endswith(".bin"):
-            folder = str(PurePosixPath(name).parent)
-            compiled[folder] = compiled.get(folder, 0) + file.bytes
-    tied = graph.weights is not None and not graph.gathered_bytes  # where the manifest tells
-    return max(resident_mb(graph) + tied * _loading_mb(graph), 1e-6 * max(compiled.values(), default=0))
-
-
-def logits_mb(role: str, vocab_size: int) -> float:
-    """The float32 logits of the widest verify forward, or of a draft's step and its catch-up."""
-    return 4e-6 * (WIDEST_VERIFY if role == "target" else 2) * vocab_size
-
-
-def _prompt_mb(graph: GraphEntry, chunk: int) -> float:
-    """What ONNX Runtime keeps for activations after a chunk of a prompt; attention is tiled and takes little more."""
-    if graph.backend != "onnxruntime" or graph.unit != "cpu":
-        return 0.0
-    if graph.profile != "inplace":
-        chunk = CHUNK  # static widths stay what they are
-    return 4e-6 * min(graph.prefill_width or CHUNK, chunk) * PROMPT_FLOATS * _gate_rows(graph)
-
-
-def _gate_rows(graph: GraphEntry) -> float:
-    """Rows of a gate projection, from the number of weights; with as many query rows as hidden values."""
-    hidden, kv = _hidden_size(graph), graph.kv
-    if graph.weights is None or not hidden:
-        return 6.0 * hidden
-    layer = (graph.weights - graph.vocab_size * hidden) / kv.layers
-    attention = 2 * hidden * (hidden + kv.heads * kv.head_dim)
-    return max((layer - attention) / (3 * hidden), hidden)
-
-
-def _loading_mb(graph: GraphEntry) -> float:
-    """ONNX Runtime packs one matrix after the other beside its original: the largest, the head, is there twice."""
-    if graph.backend != "onnxruntime" or graph.unit != "cpu":
-        return 0.0
-    bytes_each = next((size for name, size in _HEAD_BYTES.items() if graph.recipe.startswith(name)), 1)
-    return 1e-6 * bytes_each * graph.vocab_size * _hidden_size(graph)
-
-
-def _hidden_size(graph: GraphEntry) -> int:
-    """What the manifest says of it; 0 where it says nothing."""
-    with reading_description():
-        return int(graph.options.get("hidden_size", 0))
-
-
-_HEAD_BYTES = {"fp32": 4, "fp16": 2}
-"""Of a weight of the head, by how a recipe's name begins; 1 for all that quantize."""
-
-
 def _notes(asked: MemoryPlan, plan: MemoryPlan, too_large: str) -> tuple[str, ...]:
     """What is smaller in a plan than was asked for, and why."""
-    why = f"all of it would take {asked.peak_mb:.0f} of the {too_large}"
     found = []
     if asked.draft is not None and plan.draft is None:
-        found.append(f"the draft model is left out, n-gram lookup still drafts: {why}")
+        found.append("the draft model is left out, n-gram lookup still drafts")
     elif asked.draft is not None and plan.draft is not None and plan.draft.context < asked.draft.context:
-        found.append(f"the draft remembers {plan.draft.context} of {asked.draft.context} tokens: {why}")
-    elif plan.chunk < asked.chunk:
-        found.append(f"prompts are read {plan.chunk} tokens at a time: {why}")
+        found.append(f"the draft remembers {plan.draft.context} of {asked.draft.context} tokens")
     if plan.target.context < asked.target.context:
-        found.append(f"the context is {plan.target.context} of {asked.target.context} tokens: {why}")
-    return tuple(found)
+        found.append(f"the context is {plan.target.context} of {asked.target.context} tokens")
+    if plan.chunk < asked.chunk:
+        found.append(f"prompts are read {plan.chunk} tokens at a time")
+    return tuple(f"{note}: all of it would take {asked.peak_mb:.0f} of the {too_large}" for note in found)
 
 
 def _hint(wishes: Mapping[str, int | None]) -> str:
@@ -306,17 +224,30 @@ def _hint(wishes: Mapping[str, int | None]) -> str:
 
 def room_here(limit_mb: float | None) -> Room:
     """The room of this process now, under the user's limit if there is one."""
-    limit = None if limit_mb is None else MemoryLimit(limit_mb, "of the memory limit")
+    limit = None if limit_mb is None else asked_limit(limit_mb, "of the memory limit")
     return Room(held_mb(), limit, available_here())
 
 
 def held_mb() -> float:
-    """Resident memory of this process in MB; 0 where the system does not tell (all but Linux)."""
+    """Resident memory of this process in MB; 0 where the system does not tell (all but Linux and macOS)."""
+    if sys.platform == "darwin":
+        return _held_on_macos()
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
         return 0.0
     return 1e-6 * pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _held_on_macos() -> float:
+    """`resident_size` of `proc_taskinfo` (libproc.h, sys/proc_info.h: 96 bytes, the second of its 64-bit figures)."""
+    figures = (ctypes.c_uint64 * 12)()
+    ask = getattr(ctypes.CDLL(None), "proc_pidinfo", None)
+    size = ctypes.sizeof(figures)
+    told = (
+        ask(os.getpid(), 4, ctypes.c_uint64(0), figures, size) if ask is not None else 0
+    )  # PROC_PIDTASKINFO
+    return 1e-6 * figures[1] if told == size else 0.0
 
 
 def available_here() -> MemoryLimit | None:
@@ -333,4 +264,5 @@ def available_here() -> MemoryLimit | None:
         return None
     tightest = min(free, key=lambda source: free[source])
     what = "cgroup of this process has left" if tightest == "memory:cgroup" else "machine has free"
-    return MemoryLimit(max(free[tightest], 1e-6), f"that the {what} now")
+    how = f"that the {what} now"
+    return MemoryLimit(max(free[tightest], 1e-6), how, Tuning().memory_reserve_mb)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from outrider.contracts import Objective
 from outrider.errors import UsageError
-from outrider.runtime.memory_budget import PROCESS_MB, TOKENIZER_BYTES, MemoryLimit
+from outrider.runtime.memory_budget import PROCESS_MB, MemoryLimit, MemoryPlan, tokenizer_mb
 from outrider.runtime.placement_costs import (
     Basis,
     Candidate,
@@ -24,6 +24,7 @@ from outrider.runtime.placement_costs import (
     seat_basis,
     seat_ms,
 )
+from outrider.runtime.role_memory import CHUNK, SHORT_CHUNK, RoleMemory
 from outrider.targets.core_sets import core_set, cores_of, unit_kind
 from outrider.targets.device import Device
 
@@ -98,7 +99,10 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to decode: the roles in their places, one drafting mode, and what it promises."""
+    """One way to decode: the roles in their places, one drafting mode, and what it promises.
+
+    `memory_mb` is the most that is held at any time, `chunk` the most tokens of a prompt that are run at once.
+    """
 
     target: RolePlan
     draft: RolePlan | None
@@ -109,6 +113,7 @@ class Option:
     memory_mb: float
     basis: Basis  # of the seconds
     energy_basis: Basis
+    chunk: int = CHUNK
 
     @property
     def where(self) -> str:
@@ -140,11 +145,12 @@ class DevicePlan:
 
 
 class _Tried(NamedTuple):
-    """An option, and the seats that it is made of."""
+    """An option, the seats that it is made of, and all that it takes."""
 
     option: Option
     target: Seat
     draft: Seat | None
+    memory: MemoryPlan
 
 
 def place(request: Request) -> DevicePlan:
@@ -236,7 +242,8 @@ def _seats(request: Request) -> tuple[dict[str, list[Seat]], list[Refusal]]:
         wish = request.target_unit if candidate.role == "target" else request.draft_unit
         unit = wish if wish is not None and ":" in wish else candidate.unit
         seats[candidate.role].append(_seat(request, candidate, unit))
-    return seats, [Refusal(what, why) for what, why in refused.items()]
+    seated = {seat.candidate.name for of_role in seats.values() for seat in of_role}  # with another context
+    return seats, [Refusal(what, why) for what, why in refused.items() if what not in seated]
 
 
 def _why_not(request: Request, candidate: Candidate) -> str | None:
@@ -278,11 +285,12 @@ def _options(request: Request, seats: Mapping[str, Sequence[Seat]]) -> tuple[lis
         if fitting and target.candidate.context < fitting[0].option.target.context:
             break
         for found in _of_target(request, target, seats["draft"], refused):
-            if found.option.memory_mb <= request.limit.mb:
+            why = request.limit.what_refuses(found.memory)
+            if why is None:
                 fitting.append(found)
             else:
-                need = f"it takes {found.option.memory_mb:.0f} MB with {target.candidate.context} tokens"
-                too_large[found.option.where] = f"{need}; the limit is {request.limit.mb:.0f} MB"
+                need = f"it takes {found.memory.peak_mb:.0f} MB with {target.candidate.context} tokens"
+                too_large[found.option.where] = f"{need}; the limit is {why}"
     there = {found.option.where for found in fitting}
     refused |= {where: why for where, why in too_large.items() if where not in there}
     return _longest_drafts(fitting), [Refusal(what, why) for what, why in refused.items()]
@@ -354,21 +362,41 @@ def _splits(cores: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]
 
 def _priced(request: Request, target: Seat, draft: Seat | None) -> Iterator[_Tried]:
     """The ways to draft with the roles in these places, each at its best k."""
-    ours = _role_plan(request.device, target)
-    theirs = None if draft is None else _role_plan(request.device, draft)
-    memory_mb = _process_mb(target.candidate) + ours.memory_mb + (theirs.memory_mb if theirs else 0.0)
+    memory = _memory(request, target.candidate, None if draft is None else draft.candidate)
+    ours = _role_plan(request.device, target, memory.target)
+    theirs = (
+        None if draft is None or memory.draft is None else _role_plan(request.device, draft, memory.draft)
+    )
     for way in drafting_ways(request.device, target, draft, request.objective, request.acceptance):
         if request.drafting in (None, way.mode):
-            promise = (way.mode, way.k, way.tokens_s, way.token_j, memory_mb, way.basis, way.energy_basis)
-            yield _Tried(Option(ours, theirs, *promise), target, draft)
+            promise = (
+                way.mode,
+                way.k,
+                way.tokens_s,
+                way.token_j,
+                memory.peak_mb,
+                way.basis,
+                way.energy_basis,
+            )
+            yield _Tried(Option(ours, theirs, *promise, memory.chunk), target, draft, memory)
 
 
-def _process_mb(target: Candidate) -> float:
-    """What is in memory beside the graphs."""
-    return PROCESS_MB + 1e-6 * TOKENIZER_BYTES * target.vocab_size
+def _memory(request: Request, target: Candidate, draft: Candidate | None) -> MemoryPlan:
+    """What a pair takes in all, with prompts in shorter chunks where it does not fit otherwise."""
+    whole = _memory_plan(target, draft, CHUNK)
+    if request.limit.what_refuses(whole) is None:
+        return whole
+    short = _memory_plan(target, draft, SHORT_CHUNK)
+    return short if short.peak_mb < whole.peak_mb else whole
 
 
-def _role_plan(device: Device, seat: Seat) -> RolePlan:
+def _memory_plan(target: Candidate, draft: Candidate | None, chunk: int) -> MemoryPlan:
+    tokenizer = tokenizer_mb(target.vocab_size)
+    theirs = None if draft is None else draft.memory(chunk)
+    return MemoryPlan(PROCESS_MB, tokenizer, target.memory(chunk), theirs, chunk)
+
+
+def _role_plan(device: Device, seat: Seat, memory: RoleMemory) -> RolePlan:
     candidate = seat.candidate
     return RolePlan(
         candidate.role,
@@ -380,9 +408,9 @@ def _role_plan(device: Device, seat: Seat) -> RolePlan:
         candidate.context,
         candidate.kv_type,
         candidate.widths,
-        candidate.weights_mb,
-        candidate.kv_mb,
-        candidate.scratch_mb,
+        memory.weights_mb,
+        memory.kv_mb,
+        memory.scratch_mb,
         seat_ms(device, seat),
         seat_basis(device, seat)[0],
     )
@@ -411,6 +439,8 @@ def _notes(request: Request, chosen: Option) -> tuple[str, ...]:
         notes.append(f"the cores of {request.device.slug} differ or are not known, and were not shared out")
     if chosen.target.context < max(c.context for c in request.candidates if c.role == "target"):
         notes.append(f"the context is {chosen.target.context} tokens only, so that it fits")
+    if chosen.chunk < CHUNK:
+        notes.append(f"prompts are read {chosen.chunk} tokens at a time, so that it fits")
     if chosen.draft is None and any(c.role == "draft" for c in request.candidates):
         notes.append("the draft model stays out: it does not pay or does not fit; n-gram lookup still drafts")
     return tuple(notes)
@@ -433,10 +463,10 @@ def _smallest(request: Request) -> str:
         targets = [c for c in request.candidates if c.role == "target"]
         if not targets:
             return "none, for there is no graph of a target"
-    least = min(targets, key=lambda c: c.memory_mb)
+    least = min(targets, key=lambda c: _memory_plan(c, None, SHORT_CHUNK).peak_mb)
     if not seats["target"]:
         extra = f", once units.{least.unit}.backends of the profile has {least.backend}"
     return (
         f"the target on {least.unit} by {least.backend} ({least.recipe}), {least.context} tokens, no draft model, "
-        f"{_process_mb(least) + least.memory_mb:.0f} MB{extra}"
+        f"{_memory_plan(least, None, SHORT_CHUNK).peak_mb:.0f} MB{extra}"
     )

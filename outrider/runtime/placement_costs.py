@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from outrider.contracts import Costs, Energy, Limits, Objective
 from outrider.runtime.prices import Acceptance, PlannedRound, Prices
+from outrider.runtime.role_memory import CHUNK, RoleMemory
 from outrider.targets.core_sets import unit_kind
 from outrider.targets.device import Device, Figure
 from outrider.targets.model_cost import ModelCost
@@ -45,8 +46,9 @@ CALIBRATED = ("measured, outrider calibrate", "simulated, outrider calibrate")
 class Candidate:
     """A graph that a role has, or could be given: what runs it where, what it computes, and what it takes in memory.
 
-    `made` says that the graph is there already, so that its widths and its context are fixed. `measured` are seconds
+    `made` says that the graph is there already, so that its widths are fixed. `measured` are seconds
     of this very graph on the whole unit (of verify forwards for a target, a step for a draft), where they are known.
+    `short_scratch_mb` is the scratch where prompts are read in shorter chunks (None: it is the same).
     """
 
     role: str
@@ -64,11 +66,19 @@ class Candidate:
     vocab_size: int = 0
     made: bool = False
     measured: tuple[tuple[int, float], ...] = ()  # (width, seconds)
+    loading_mb: float = 0.0
+    short_scratch_mb: float | None = None
+
+    def memory(self, chunk: int = CHUNK) -> RoleMemory:
+        """What it takes, with prompts in chunks of so many tokens."""
+        short = chunk < CHUNK and self.short_scratch_mb is not None
+        scratch = self.short_scratch_mb if short else self.scratch_mb
+        return RoleMemory(self.context, self.weights_mb, self.kv_mb, scratch or 0.0, self.loading_mb)
 
     @property
     def memory_mb(self) -> float:
-        """What it takes while it is open."""
-        return self.weights_mb + self.kv_mb + self.scratch_mb
+        """All of it, once its cache is full."""
+        return self.memory().memory_mb
 
     @property
     def name(self) -> str:

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from outrider.manifest import GraphEntry, Manifest
+from outrider.runtime.backends import held_context
 from outrider.runtime.evidence import PRIOR_ACCEPTANCE
-from outrider.runtime.memory_budget import MemoryLimit, available_here, logits_mb
+from outrider.runtime.memory_budget import MemoryLimit, asked_limit, available_here
 from outrider.runtime.placed import Placement
 from outrider.runtime.placement_costs import Candidate
+from outrider.runtime.role_memory import CHUNK, SHORT_CHUNK, halves, role_memory
 from outrider.runtime.timing import known_costs, machine_line
 from outrider.targets.device import APP_SHARE, Device
 from outrider.targets.model_cost import model_cost
@@ -18,44 +20,60 @@ from outrider.targets.model_cost import model_cost
 __all__ = [
     "available_now",
     "bundle_candidates",
+    "limit_on",
     "measured_acceptance",
     "unit_cores",
 ]
 
 
-def bundle_candidates(manifest: Manifest, *, here: bool) -> tuple[Candidate, ...]:
-    """The graphs of a bundle's target and draft; `here` with what was measured of them on this machine."""
+def bundle_candidates(manifest: Manifest, *, here: bool, context: int | None = None) -> tuple[Candidate, ...]:
+    """The graphs of a bundle's target and draft; `here` with what was measured of them on this machine.
+
+    A graph whose cache is made at loading is there with the context asked for, else its own, and with halves of it.
+    """
     entries = {
         role: manifest.roles[role].by_preference() for role in ("target", "draft") if role in manifest.roles
     }
     measured = _measured(manifest, {role: graphs[0] for role, graphs in entries.items()}) if here else {}
-    return tuple(_candidates(entries, measured))
+    return tuple(
+        _candidate(role, entry, tokens, measured.get(role, ()) if place == 0 else ())
+        for role, graphs in entries.items()
+        for place, entry in enumerate(graphs)
+        for tokens in _contexts(entry, context)
+    )
 
 
-def _candidates(
-    entries: Mapping[str, tuple[GraphEntry, ...]], measured: Mapping[str, tuple[tuple[int, float], ...]]
-) -> Iterator[Candidate]:
-    for role, graphs in entries.items():
-        for place, entry in enumerate(graphs):
-            cost = model_cost(entry)
-            kv_mb = 1e-6 * entry.max_context * cost.kv_bytes
-            yield Candidate(
-                role,
-                entry.backend,
-                entry.unit,
-                entry.profile,
-                entry.recipe,
-                entry.widths,
-                entry.max_context,
-                entry.kv.dtype,
-                cost,
-                cost.resident_mb,
-                kv_mb,
-                logits_mb(role, entry.vocab_size),
-                entry.vocab_size,
-                made=True,
-                measured=measured.get(role, ()) if place == 0 else (),
-            )
+def _contexts(entry: GraphEntry, wanted: int | None) -> Iterator[int]:
+    longest = held_context(entry, wanted)
+    yield longest
+    for shorter in halves(longest):
+        if held_context(entry, shorter) == shorter:
+            yield shorter
+
+
+def _candidate(
+    role: str, entry: GraphEntry, context: int, measured: tuple[tuple[int, float], ...]
+) -> Candidate:
+    memory = role_memory(role, entry, context, CHUNK)
+    return Candidate(
+        role,
+        entry.backend,
+        entry.unit,
+        entry.profile,
+        entry.recipe,
+        entry.widths,
+        context,
+        entry.kv.dtype,
+        model_cost(entry),
+        memory.weights_mb,
+        memory.kv_mb,
+        memory.scratch_mb,
+        entry.vocab_size,
+        made=True,
+        measured=measured,
+        loading_mb=memory.loading_mb,
+        short_scratch_mb=role_memory(role, entry, context, SHORT_CHUNK).scratch_mb,
+    )
 
 
 def _measured(
@@ -101,6 +119,15 @@ def available_now(device: Device) -> MemoryLimit:
     capacity_mb = 1e3 * float(device.memory_gb)
     how = f"that an app may take (assumed: {share:.0%} of {device.memory_gb:g} GB)"
     return MemoryLimit(share * capacity_mb, how)
+
+
+def limit_on(device: Device, asked_mb: float | None) -> MemoryLimit:
+    """The limit that the user asks for, and on this machine no more than is free now; without one, what is there."""
+    if asked_mb is None:
+        return available_now(device)
+    asked = asked_limit(asked_mb, "of --memory-limit")
+    here = available_here() if device.kind == "host" else None
+    return asked if here is None or asked.mb <= here.mb else here
 
 
 def unit_cores(device: Device) -> tuple[int, ...] | None:

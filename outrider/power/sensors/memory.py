@@ -1,7 +1,7 @@
 """Memory that can still be used, the limits of the process's cgroups, and how much tasks wait for memory.
 
-Formats: Linux, Documentation/filesystems/proc.rst (KiB), accounting/psi.rst, and `cgroups`. MB are 10^6 bytes. Free swap
-is never counted: on phones and small boards it is compressed memory (zram), and weights do not compress.
+Formats: Linux, Documentation/filesystems/proc.rst (KiB), accounting/psi.rst, and `cgroups`. MB are 10^6 bytes. Free
+swap is never counted: on phones and small boards it is compressed memory (zram), and weights do not compress.
 """
 
 from __future__ import annotations
