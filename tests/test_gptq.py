@@ -12,10 +12,10 @@ from outrider.quantize.pack import pack, unpack
 from outrider.quantize.schemes import BlockInt
 
 
-def correlated(rows: int, k: int, seed: int = 0) -> np.ndarray:
+def correlated(rows: int, k: int, seed: int = 0, noise: float = 0.3) -> np.ndarray:
     rng = np.random.default_rng(seed)
     mix = rng.standard_normal((k // 4, k)) * np.linspace(0.2, 2, k)
-    return (rng.standard_normal((rows, k // 4)) @ mix + 0.3 * rng.standard_normal((rows, k))).astype(
+    return (rng.standard_normal((rows, k // 4)) @ mix + noise * rng.standard_normal((rows, k))).astype(
         np.float32
     )
 
@@ -33,6 +33,22 @@ def test_outputs_are_closer_than_with_any_rounding(symmetric: bool, k: int) -> N
         return float(np.linalg.norm(fresh @ (w - unpack(packed)).T) / np.linalg.norm(fresh @ w.T))
 
     assert output_error("gptq") < 0.6 * min(output_error("rtn"), output_error("mse"))
+
+
+def test_with_no_more_tokens_than_inputs_new_outputs_are_closer_than_with_rounding_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    k = tokens = 256
+    monkeypatch.setattr("outrider.quantize.pack.TOKENS", tokens)
+    w = np.random.default_rng(1).standard_normal((32, k)).astype(np.float32)
+    x, fresh = correlated(tokens, k, noise=8.0), correlated(500, k, noise=8.0)[tokens:]
+    stats = x.T @ x / np.float32(tokens)
+
+    def output_error(method: str) -> float:
+        wrong = w - unpack(pack(w, BlockInt(4, 64, method=method), stats=stats))
+        return float(np.linalg.norm(fresh @ wrong.T))
+
+    assert output_error("gptq") < 0.95 * output_error("mse")
 
 
 def test_rows_do_not_depend_on_the_chunks_they_come_in(monkeypatch: pytest.MonkeyPatch) -> None:

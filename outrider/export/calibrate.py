@@ -16,13 +16,13 @@ from outrider.export.bind import slot_scheme
 from outrider.export.reference import FloatReference
 from outrider.export.slots import SlotWeights, matrix_slots
 from outrider.export.tokenizer_files import TokenizerFiles
-from outrider.quantize.calibration import Moments, calibration_text, needed_moment, watch
+from outrider.quantize.calibration import TOKENS, Moments, calibration_text, needed_moment, watch
 from outrider.quantize.schemes import Recipe
 
 __all__ = ["LayerMoments", "calibrate", "calibration_tokens"]
 
 FloatArray = NDArray[np.float32]
-TOKENS, SEGMENT = 2048, 512  # in all, and in one teacher-forced sequence
+SEGMENT = 512  # tokens of one teacher-forced sequence
 
 
 def calibrate(

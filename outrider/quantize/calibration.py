@@ -21,10 +21,11 @@ from outrider.quantize.schemes import AnyScheme, BlockInt, Carry
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GPTQ_INPUTS", "Moments", "calibrated_scheme", "calibration_text", "needed_moment", "watch"]
+__all__ = ["GPTQ_INPUTS", "TOKENS", "Moments", "calibrated_scheme", "calibration_text", "needed_moment", "watch"]
 
 FloatArray = NDArray[np.float32]
 
+TOKENS = 2048  # of calibration text
 GPTQ_INPUTS = 4096  # a second moment of so many inputs takes 64 MB, inverting it several times that
 
 

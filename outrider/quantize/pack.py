@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import ExportError
+from outrider.quantize.calibration import TOKENS
 from outrider.quantize.carry import carry, rounded_scheme
 from outrider.quantize.layout import (
     concatenate,
@@ -107,7 +108,7 @@ def _pack_blocks(
 ) -> PackedMatrix:
     inverse = importance = None
     if scheme.method == "gptq" and stats is not None:
-        inverse = inverse_factor(stats)
+        inverse = inverse_factor(stats, damping=len(stats) / TOKENS)
     elif stats is not None:
         diagonal = np.ascontiguousarray(stats if stats.ndim == 1 else np.diagonal(stats))
         importance = to_blocks(diagonal[None, :], scheme.block)[0]  # [blocks, block]
