@@ -24,6 +24,7 @@ from outrider.manifest import (
     token_map_hash,
     write_manifest,
 )
+from outrider.power.monitor import Monitor
 from outrider.runtime import backends
 from outrider.runtime import load as loading
 from outrider.runtime.load import RoleOptions
@@ -279,7 +280,7 @@ def test_a_memory_limit_counts_the_graphs_that_can_run_here(
     )
     edit(bundle, lambda m: {"roles": {**m.roles, "draft": RoleEntry((*m.roles["draft"].graphs, huge))}})
     alone(monkeypatch)
-    with outrider.load(bundle, memory_limit_mb=PROCESS_MB + SESSION_MB + 1) as pipeline:
+    with outrider.load(bundle, memory_limit_mb=(PROCESS_MB + SESSION_MB + 1) / 0.97) as pipeline:
         assert pipeline.drafters == ("lookup", "model")
 
 
@@ -415,7 +416,7 @@ def test_a_draft_beyond_the_memory_limit_is_left_out_and_a_target_is_refused(
 ) -> None:
     alone(monkeypatch)
     edit(bundle, lambda m: {"roles": {name: big(role) for name, role in m.roles.items()}})
-    with outrider.load(bundle, memory_limit_mb=PROCESS_MB + 20) as pipeline:
+    with outrider.load(bundle, memory_limit_mb=PROCESS_MB + 24) as pipeline:
         assert pipeline.drafters == ("lookup", "model")
         assert pipeline.memory is not None
         assert pipeline.memory.peak_mb == pytest.approx(
@@ -428,6 +429,27 @@ def test_a_draft_beyond_the_memory_limit_is_left_out_and_a_target_is_refused(
         UsageError, match=r"does not fit into the 86 MB .* would work: 87 MB at most: process 85"
     ):
         outrider.load(bundle, memory_limit_mb=PROCESS_MB + 1)
+
+
+def test_a_load_that_is_refused_leaves_the_process_as_it_was(
+    bundle: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A nice value cannot be taken back; nothing of a pipeline may work without it, either."""
+    done: list[int] = []
+    monkeypatch.setattr(loading, "be_nice", lambda: done.append(len(opened)))
+    alone(monkeypatch)
+    refused: list[dict[str, Any]] = [
+        {"memory_limit_mb": 12.0},
+        {"memory_limit_mb": "12"},
+        {"max_context": 10**6},
+        {"power_cap_w": 5.0, "telemetry": Monitor([])},  # nothing tells power
+    ]
+    for options in refused:
+        with pytest.raises(UsageError):
+            outrider.load(bundle, nice=True, **options)
+    assert (done, opened) == ([], [])
+    with outrider.load(bundle, nice=True):
+        assert (done, len(opened)) == ([0], 2)
 
 
 def test_what_the_machine_has_free_now_bounds_the_plan_and_a_draft_must_leave_a_reserve(

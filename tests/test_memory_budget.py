@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import outrider
 from outrider.errors import BackendError, UsageError
 from outrider.manifest import (
     FileEntry,
@@ -30,6 +31,7 @@ from outrider.manifest import (
 )
 from outrider.power.governor import Policy
 from outrider.runtime import memory_budget
+from outrider.runtime.backends import BACKENDS
 from outrider.runtime.memory_budget import (
     CODE_MB,
     PROCESS_MB,
@@ -40,6 +42,7 @@ from outrider.runtime.memory_budget import (
     choose_memory,
     held_mb,
 )
+from outrider.targets.fake import FakeGraph
 from tests.cgroups import memory_cgroup
 
 HUNGRY = Path(__file__).with_name("hungry.py")
@@ -212,9 +215,11 @@ def hungry_bundle(tmp_path: Path, byte_level_bpe: Any) -> Path:
     return tmp_path
 
 
-def hungry(bundle: Path, limit_mb: float | None, cgroup: Path | None, careless: bool = False) -> Any:
+def hungry(
+    bundle: Path, limit_mb: float | None, cgroup: Path | None, careless: bool = False, growing: bool = False
+) -> Any:
     """What `hungry.py` prints, or the signal that killed it."""
-    words = [str(bundle), str(limit_mb or ""), str(cgroup or ""), "careless" if careless else ""]
+    words = [str(bundle), str(limit_mb or ""), str(cgroup or ""), "careless" * careless, "growing" * growing]
     done = subprocess.run([sys.executable, str(HUNGRY), *words], capture_output=True, text=True, check=False)
     if done.returncode < 0:
         return signal.Signals(-done.returncode)
@@ -238,6 +243,24 @@ def test_resident_memory_stays_within_the_limit_and_a_smaller_plan_saves_from_be
             assert hungry(hungry_bundle, None, cgroup, careless=True) == signal.SIGKILL
             now = hungry(hungry_bundle, None, cgroup)
             assert (now["drafters"], now["tokens"]) == (["lookup"], free["tokens"])
+
+
+def test_a_process_that_outgrows_its_plan_gives_the_draft_up_before_its_limit(
+    hungry_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_mb = 300.0  # all of it is planned to take 285
+    held = hungry(hungry_bundle, limit_mb, None, growing=True)
+    assert held["drafters"] == ["lookup", "model"]
+    assert "memory=near_limit" in held["flags"]
+    assert held["peak_mb"] <= 1.05 * limit_mb
+    assert held["left_mb"] + DRAFT_MB + CACHE_MB > 1.05 * limit_mb  # what it would have grown to
+    monkeypatch.setitem(
+        BACKENDS, "onnxruntime", lambda _, entry, options: FakeGraph(entry.vocab_size, TOKENS, seed=3)
+    )
+    with outrider.load(hungry_bundle, governor=False) as pipeline:
+        assert (
+            tuple(held["tokens"]) == pipeline.generate("the fox", max_tokens=24, ignore_eos=True, k=1).tokens
+        )
 
 
 FREED = """

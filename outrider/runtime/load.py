@@ -93,17 +93,13 @@ def load(
     Raises BundleError for a damaged bundle, BackendError when no graph of a role can run here, UsageError
     for an option that cannot be honoured, and where not even the smallest plan fits into memory.
     """
-    roles = {
-        "target": RoleOptions(
-            target_backend, target_providers, target_provider_options, threads, target_unit, max_context
-        ),
-        "draft": RoleOptions(
-            draft_backend, draft_providers, draft_provider_options, threads, draft_unit, draft_context
-        ),
-    }
+    target_options = RoleOptions(
+        target_backend, target_providers, target_provider_options, threads, target_unit, max_context
+    )
+    draft_options = RoleOptions(
+        draft_backend, draft_providers, draft_provider_options, threads, draft_unit, draft_context
+    )
     refuse_shared(target_unit, draft_unit)
-    if verify not in ("size", "full"):
-        raise UsageError(f"verify is {verify!r}; known: size, full")
     governing = Governing(
         objective,
         power_cap_w,
@@ -115,13 +111,22 @@ def load(
         governor_log,
         governor,
     )
-    manifest = _checked(directory, full=verify == "full")
-    if not draft or "draft" not in manifest.roles:
-        _refuse_options(roles.pop("draft"), "draft=False" if not draft else "the bundle has no draft model")
+    manifest = _checked(directory, verify)
+    roles = _roles(manifest, target_options, draft_options, draft)
+    return _assemble(directory, manifest, roles, governing, nice)
+
+
+def _roles(
+    manifest: Manifest, target: RoleOptions, draft: RoleOptions, with_draft: bool
+) -> dict[str, RoleOptions]:
+    """The roles to open. Raises UsageError for options of a draft that is not among them, and for contexts."""
+    roles = {"target": target}
+    if with_draft and "draft" in manifest.roles:
+        roles["draft"] = draft
+    else:
+        _refuse_options(draft, "the bundle has no draft model" if with_draft else "draft=False")
     _check_contexts(manifest, roles)
-    if nice:
-        be_nice()
-    return _assemble(directory, manifest, roles, governing)
+    return roles
 
 
 def _assemble(
@@ -129,6 +134,7 @@ def _assemble(
     manifest: Manifest,
     roles: dict[str, RoleOptions],
     governing: Governing,
+    nice: bool,
 ) -> Pipeline:
     """Open what a pipeline needs, and join it; whatever fails closes what was opened."""
     memory = _fit_memory(manifest, roles, governing.memory_limit_mb)
@@ -137,12 +143,9 @@ def _assemble(
         expected = {role: _expected(manifest, role, options) for role, options in roles.items()}
         pacer = open_pacer(governing, stack, drafting, expected, memory)
         tokenizer = open_tokenizer(directory, manifest)
-        graphs: dict[str, Graph] = {}
-        placement = []
-        for role, options in roles.items():
-            graphs[role], placed = open_role(directory, role, manifest.roles[role], options)
-            stack.callback(graphs[role].close)
-            placement.append(placed)
+        if nice:  # for good: not before all is checked, but before the first thread of a graph
+            be_nice()
+        graphs, placement = _open_roles(directory, manifest, roles, stack)
 
         def reopen() -> Graph:
             return open_role(directory, "draft", manifest.roles["draft"], roles["draft"])[0]
@@ -173,6 +176,19 @@ def _assemble(
             memory=memory,
             owned=stack.pop_all(),
         )
+
+
+def _open_roles(
+    directory: str | os.PathLike[str], manifest: Manifest, roles: Mapping[str, RoleOptions], stack: ExitStack
+) -> tuple[dict[str, Graph], list[Placement]]:
+    """The graphs by role, which `stack` will close, and where they run."""
+    graphs: dict[str, Graph] = {}
+    placement = []
+    for role, options in roles.items():
+        graphs[role], placed = open_role(directory, role, manifest.roles[role], options)
+        stack.callback(graphs[role].close)
+        placement.append(placed)
+    return graphs, placement
 
 
 def open_role(
@@ -211,10 +227,12 @@ def open_tokenizer(directory: str | os.PathLike[str], manifest: Manifest) -> Tok
     )
 
 
-def _checked(directory: str | os.PathLike[str], full: bool) -> Manifest:
+def _checked(directory: str | os.PathLike[str], verify: str) -> Manifest:
     """The manifest of a bundle whose files are as it says, and whose roles belong together."""
-    manifest = verify_files(directory, full=full)
-    if full:
+    if verify not in ("size", "full"):
+        raise UsageError(f"verify is {verify!r}; known: size, full")
+    manifest = verify_files(directory, full=verify == "full")
+    if verify == "full":
         _check_token_map(directory, manifest)
     targets = {graph.identity for graph in manifest.roles["target"].graphs}
     for role, entry in manifest.roles.items():

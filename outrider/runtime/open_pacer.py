@@ -16,6 +16,7 @@ from outrider.errors import TraceError, UsageError
 from outrider.manifest import GraphEntry
 from outrider.power.governor import Governor, Policy
 from outrider.runtime.decision_log import DecisionLog
+from outrider.runtime.own_memory import OwnMemory
 from outrider.runtime.pacing import Pacer
 from outrider.runtime.unmetered import Unmetered, unmetered
 from outrider.targets.model_cost import KV_BYTES
@@ -115,7 +116,8 @@ def open_pacer(
     log = _open_log(governing, governor)
     energy_model = EnergyModel(_prior(device, graphs or {}, drafters), tuple(drafters))
     stand_in = _stand_in(device, graphs or {})
-    pacer = Pacer(monitor, governor, energy_model, log, time.monotonic, POLL_S, stand_in)
+    watched = monitor if governing.memory_limit_mb is None else OwnMemory(monitor)
+    pacer = Pacer(watched, governor, energy_model, log, time.monotonic, POLL_S, stand_in)
     stack.callback(pacer.close)
     _log.info("governed by %s: %s", governing.policy, state)
     return pacer
