@@ -13,7 +13,9 @@ import pytest
 from outrider.contracts import Graph, TopK
 from outrider.errors import BackendError, ContextError, MissingExtraError, UsageError
 from outrider.export.coreml import export_coreml_draft
+from outrider.export.prove import text_rows
 from outrider.quantize.coreml_recipes import coreml_recipe
+from outrider.runtime.proof import narrow_widths
 from outrider.targets import coreml_programs
 from outrider.targets.coreml import CoreMLGraph, refuse_another_graph
 from outrider.targets.coreml_profiles import CoreMLMeta, Forward, forwards
@@ -92,6 +94,17 @@ def test_any_rows_of_a_wide_forward_are_returned_in_the_order_asked_for(
     assert calls(graph)[before:] == [16]
     graph.commit(range(12))
     np.testing.assert_allclose(graph.forward([4]).logits, toy.logits([*tokens, 4])[-1:], atol=NEAR)
+
+
+def test_a_text_is_evaluated_in_functions_that_return_all_rows_not_in_one_that_runs_again_for_each(
+    load: Load, toy: npu_toy.FloatModel
+) -> None:
+    graph = load("split")
+    text = np.random.default_rng(2).integers(0, npu_toy.V, 23)
+    found = np.concatenate(list(text_rows(graph, text)))
+    np.testing.assert_allclose(found, toy.logits(text.tolist()), atol=NEAR)
+    assert narrow_widths(graph) == (1, 2, 8)
+    assert calls(graph) == [8, 8, 8]
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.contracts import Float32Array, Graph, IntArray
+from outrider.targets.graph_meta import GraphMeta
 
 __all__ = [
     "Agreement",
@@ -66,10 +67,9 @@ def agreement(ours: Float32Array, reference: Float32Array, ids: IntArray | None 
 
 
 def narrow_widths(graph: Graph) -> tuple[int, ...]:
-    """The widths whose runs return all rows: an NPU's graph for a chunk of the prompt returns one."""
-    described = getattr(graph, "npu_meta", None)
-    widths = graph.widths or ()
-    return widths if described is None else tuple(width for width in widths if described.rows[width] == width)
+    """The static widths whose runs return all rows: a function for a chunk of the prompt may return one."""
+    described = getattr(graph, "meta", None)
+    return described.whole if isinstance(described, GraphMeta) else graph.widths or ()
 
 
 def sample_rows(

@@ -48,14 +48,21 @@ class GraphMeta:
     chains: bool = False  # it knows positions by itself and reads no mask: a tree runs path by path
     top: int = 0  # how many of the largest logits of each row it returns apart
     cache_dtype: str = "float32"
+    whole: tuple[
+        int, ...
+    ] = ()  # static widths whose runs return all rows of logits; for a long chunk it may be one
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> GraphMeta:
         """Read the record; raises BackendError when a field is missing or has another form."""
         with reading_description():
+            widths = tuple(values["widths"]) if values["widths"] is not None else None
+            rows = values.get("rows")
+            rows = rows if isinstance(rows, Mapping) else {}
             return cls(
                 profile=str(values["profile"]),
-                widths=tuple(values["widths"]) if values["widths"] is not None else None,
+                widths=widths,
+                whole=tuple(width for width in widths or () if int(rows.get(str(width), width)) == width),
                 hidden_layers=tuple(values["hidden_layers"]),
                 masks=tuple(values["masks"]),
                 sliding_window=values["sliding_window"],
