@@ -4,7 +4,8 @@
 
 Every text is decoded serially first, on graphs that are never late and never fail; the overlapped one must then be
 the same, token by token, however late or broken its units are, or end where it was ended. `fake` graphs notice every
-wrong commit, position or mask. A watchdog prints all stacks and ends the process when a text takes a minute.
+wrong commit, position or mask. Half of the texts draft behind corrections too, without looking at the time; in most of
+them the draft's window slides. A watchdog prints all stacks and ends the process when a text takes a minute.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from outrider.contracts import Output, Plan, Sampling
+from outrider.contracts import Output, Plan, Proposal, Sampling
 from outrider.errors import BackendError
 from outrider.power.governor import Directive
 from outrider.runtime.lookup import LookupDrafter
@@ -46,7 +47,10 @@ Fault = Literal[
     "cancellation",
     "reset",
     "another text",
+    "an exception thrown in",
+    "abandoned",
     "memory pressure",
+    "a draft that cannot return",
     "forbidden overlap",
 ]
 FAULTS: tuple[Fault, ...] = Fault.__args__  # type: ignore[attr-defined]
@@ -99,7 +103,7 @@ class Whims:
     def directive(self, costs: object) -> Directive:
         """The next whim."""
         whim = bool(self._rng.random() < 0.3)
-        if self._fault == "memory pressure":
+        if self._fault in ("memory pressure", "a draft that cannot return"):
             return Directive(draft_loaded=not whim)
         return Directive(overlap=not whim)
 
@@ -121,6 +125,31 @@ class Unhurried(Planner):
         return replace(super().with_mode(plan, *rest, **more), beside_s=float("inf"))
 
 
+class Counting(ModelDrafter):
+    """Counts how often its window slid, and how often it was released and came back, unless it `must_stay` away."""
+
+    slid = released = returned = 0
+    must_stay = False
+
+    def propose(self, *args: Any) -> Proposal:
+        """The proposal, which may have moved the window."""
+        start = self._start
+        proposal = super().propose(*args)
+        self.slid += self._start > start
+        return proposal
+
+    def release(self) -> None:
+        """Give the memory back."""
+        super().release()
+        self.released += 1
+
+    def restore(self) -> None:
+        """Load it again, if that can be."""
+        away = not self.loaded
+        super().restore()
+        self.returned += away and self.loaded
+
+
 @dataclass
 class Report:
     """What a soak went through: rounds, those that overlapped, texts by fault, and what was wrong."""
@@ -128,7 +157,11 @@ class Report:
     rounds: int = 0
     overlapped: int = 0
     held: int = 0
+    corrections: int = 0
     corrections_held: int = 0
+    window_slides: int = 0
+    draft_releases: int = 0
+    draft_returns: int = 0
     wasted_steps: int = 0
     texts: Counter[str] = field(default_factory=Counter)
     ended_early: Counter[str] = field(default_factory=Counter)
@@ -149,6 +182,7 @@ class _Case:
     draft_context: int
     target_context: int
     late_s: float
+    unhurried: bool
     at: int  # when the fault happens: a forward or a round
 
 
@@ -166,7 +200,7 @@ def _case(seed: int, late_s: float) -> _Case:
     request = Request(sampling, tokens, stop, int(rng.integers(1, 6)), "model", drafting="overlapped")
     return _Case(
         seed=seed,
-        fault=FAULTS[int(rng.integers(len(FAULTS)))],
+        fault=FAULTS[seed % len(FAULTS)],
         prompt=tuple(int(token) for token in rng.integers(0, VOCAB, int(rng.integers(1, 12)))),
         request=request,
         quality=float(rng.choice([0.0, 0.1, 0.3, 1.0])),
@@ -174,6 +208,7 @@ def _case(seed: int, late_s: float) -> _Case:
         draft_context=int(rng.choice([8, 24, 256])),
         target_context=int(rng.choice([40, 256])),
         late_s=late_s,
+        unhurried=bool(rng.random() < 0.5),
         at=int(rng.integers(1, 25)),
     )
 
@@ -200,12 +235,17 @@ def _engine(case: _Case, faults: bool) -> Engine:
     }
     fails_at = case.at if fault == "failing draft" else None
     draft = Faulty(VOCAB, case.draft_context, fails_at=fails_at, **options)
-    model = ModelDrafter(
-        draft, min_confidence=case.min_confidence, reopen=lambda: Faulty(VOCAB, case.draft_context, **options)
-    )
-    governed = fault in ("memory pressure", "forbidden overlap")
+
+    def reopen() -> Faulty:
+        if model.must_stay:
+            raise MemoryError("injected")
+        return Faulty(VOCAB, case.draft_context, **options)
+
+    model = Counting(draft, min_confidence=case.min_confidence, reopen=reopen)
+    model.must_stay = fault == "a draft that cannot return"
+    governed = fault in ("memory pressure", "a draft that cannot return", "forbidden overlap")
     pacer: Any = Whims(rng, fault) if governed else None
-    planner = Unhurried() if case.seed % 2 else None
+    planner = Unhurried() if case.unhurried else None
     return Engine(target, {"model": model, "lookup": LookupDrafter()}, planner, pacer=pacer)
 
 
@@ -220,6 +260,10 @@ def _go_wrong(case: _Case, engine: Engine, parts: list[Round]) -> str | None:
             if case.fault == "cancellation":
                 rounds.close()
                 return "cancelled"
+            if case.fault == "abandoned":
+                return "cancelled"  # nobody holds the iterator any longer
+            if case.fault == "an exception thrown in":
+                rounds.throw(BackendError("injected"))
             if case.fault == "reset":
                 engine.reset()
                 return "reset"
@@ -240,10 +284,8 @@ def _text(parts: Sequence[Round]) -> list[int]:
 def _check(case: _Case, report: Report) -> None:
     """Decode one case, and note whatever is not as it must be."""
     sampling = case.request.sampling
-    changing = case.fault in (
-        "memory pressure",
-        "failing draft",
-    )  # what is drafted where is not as in the serial run
+    # what is drafted where is not as in the serial run
+    changing = case.fault in ("memory pressure", "a draft that cannot return", "failing draft")
     if changing and sampling.mode == "reject":
         case = replace(case, request=replace(case.request, sampling=replace(sampling, mode="match")))
     expected = _text(list(_engine(case, False).decode(case.prompt, replace(case.request, drafting="serial"))))
@@ -259,7 +301,8 @@ def _check(case: _Case, report: Report) -> None:
     # After whatever happened, the same engine decodes the text rightly.
     engine.target.fails_at = None  # type: ignore[attr-defined]
     drafter = engine.drafters["model"]
-    assert isinstance(drafter, ModelDrafter)
+    assert isinstance(drafter, Counting)
+    drafter.must_stay = False
     drafter.restore()
     drafter.graph.fails_at = None  # type: ignore[attr-defined]
     if sampling.mode == "reject":
@@ -268,6 +311,9 @@ def _check(case: _Case, report: Report) -> None:
     if again != expected:
         wrong.append(f"wrong text afterwards {again} for {expected}")
     wrong += _caches(case, engine, again, None)
+    report.window_slides += drafter.slid
+    report.draft_releases += drafter.released
+    report.draft_returns += drafter.returned
     report.wrong += [f"case {case.seed} ({case.fault}): {what}" for what in wrong]
     report.texts[case.fault] += 1
     if ended is not None:
@@ -277,6 +323,7 @@ def _check(case: _Case, report: Report) -> None:
         report.rounds += stats.rounds
         report.overlapped += stats.overlapped_rounds
         report.held += stats.guesses_held
+        report.corrections += stats.corrections
         report.corrections_held += stats.corrections_held
         report.wasted_steps += stats.wasted_steps
 
