@@ -127,3 +127,26 @@ def test_a_tree_draft_lists_parents_first_and_keeps_to_k():
     assert len(proposal) == 9
     assert all(parent < node for node, parent in enumerate(proposal.parents))
     assert proposal.tokens[0] != proposal.tokens[1]
+
+
+def test_rows_that_were_kept_come_back_where_they_were_and_nowhere_else():
+    fake = graph()
+    fake.forward([1, 2, 3, 4])
+    fake.commit(range(4))
+    kept = fake.keep(2)
+    for wrong in (4, 1):
+        fake.truncate(wrong)
+        with pytest.raises(ValueError, match=f"from 2 on do not follow the {wrong} "):
+            fake.bring_back(kept)
+        fake.truncate(1)
+        fake.forward([2, 3, 4])
+        fake.commit(range(3))
+    fake.truncate(2)
+    fake.bring_back(kept)
+    assert fake.tokens == [1, 2, 3, 4]
+    for wrong_kept in ([1], None, (2, None), (None, [])):
+        with pytest.raises(ValueError, match="not what `keep`"):
+            fake.bring_back(wrong_kept)
+    for start in (-1, 5):
+        with pytest.raises(ValueError, match="holds 4 tokens"):
+            fake.keep(start)

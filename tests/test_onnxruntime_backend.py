@@ -213,6 +213,8 @@ def test_rows_that_were_put_aside_come_back_bit_for_bit(
         graph.keep(6)
     with pytest.raises(ValueError, match="not what `keep`"):
         graph.bring_back([1])
+    with pytest.raises(ValueError, match="from 3 on do not follow the 5"):
+        graph.bring_back(graph.keep(3))
 
 
 BLOCKS = {
@@ -343,8 +345,9 @@ def test_a_cache_of_8_bits_stays_close_and_its_rows_depend_on_the_prefix_alone(
         shutil.copy(path, tmp_path / path.name)
     copy = replace(report, path=tmp_path / report.path.name)
     with pytest.raises(ExportError, match="no text to set the scales"):
-        quantize_cache(copy, [])
-    graph = load(quantize_cache(copy, [text, rng.integers(1, report.meta["vocab_size"], 100)]))
+        quantize_cache(copy, [text[:0]])
+    more = rng.integers(1, report.meta["vocab_size"], 100)
+    graph = load(quantize_cache(copy, [text[:0], text, more]))  # an empty sequence ends nothing
     assert graph._runner.cache.dtype == np.int8  # type: ignore[attr-defined]
     rounded = logits_of(graph, text)
     off = np.abs(rounded - expected)

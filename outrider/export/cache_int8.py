@@ -59,10 +59,9 @@ def _first(sequences: Iterable[NDArray[np.int64]], most: int) -> Iterable[NDArra
     left = CALIBRATION_TOKENS
     for sequence in sequences:
         tokens = np.asarray(sequence[: min(most, left)], np.int64)
-        if not len(tokens):
-            return
         left -= len(tokens)
-        yield tokens
+        if len(tokens):
+            yield tokens
 
 
 def _rewrite(path: Path, scales: NDArray[np.float32]) -> None:

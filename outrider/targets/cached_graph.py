@@ -69,6 +69,7 @@ class RowRunner(Protocol):
 
 @dataclass(frozen=True)
 class _KeptRows:
+    start: int
     positions: IntArray  # [n]
     rows: NDArray[Any]
 
@@ -169,12 +170,16 @@ class CachedGraph:
         if not 0 <= start <= self._length:
             raise ValueError(f"cannot keep rows from {start}: the cache holds {self._length} tokens")
         positions = self._positions[start : self._length].copy()
-        return _KeptRows(positions, self._runner.rows(start, self._length))
+        return _KeptRows(start, positions, self._runner.rows(start, self._length))
 
     def bring_back(self, kept: object) -> None:
         """Commit what `keep` returned again, behind the same rows as it was."""
         if not isinstance(kept, _KeptRows) or not isinstance(self._runner, RowRunner):
             raise ValueError(f"{type(kept).__name__} is not what `keep` of this graph returned")
+        if kept.start != self._length:
+            raise ValueError(
+                f"rows kept from {kept.start} on do not follow the {self._length} that the cache holds"
+            )
         end = self._length + len(kept.positions)
         self._runner.put(self._length, kept.rows)
         self._positions[self._length : end] = kept.positions

@@ -201,16 +201,24 @@ class FakeGraph:
 
     keeps_rows = True
 
-    def keep(self, start: int) -> list[tuple[int, int]]:
-        """A copy of the committed pairs from `start` on."""
-        return self._kv[start:]
+    def keep(self, start: int) -> tuple[int, list[tuple[int, int]]]:
+        """A copy of the committed pairs from `start` on, and where they were."""
+        if not 0 <= start <= self.length:
+            raise ValueError(f"cannot keep rows from {start}: the cache holds {self.length} tokens")
+        return start, self._kv[start:]
 
     def bring_back(self, kept: object) -> None:
-        """Commit what `keep` returned again."""
-        if not isinstance(kept, list):
-            raise ValueError(f"{kept!r} is not what `keep` returned")
-        self._kv.extend(kept)
-        self._fresh = []
+        """Commit what `keep` returned again, behind the same pairs as it was."""
+        match kept:
+            case (int(start), list(pairs)) if start == self.length:
+                self._kv.extend(pairs)
+                self._fresh = []
+            case (int(start), list()):
+                raise ValueError(
+                    f"rows kept from {start} on do not follow the {self.length} that the cache holds"
+                )
+            case _:
+                raise ValueError(f"{kept!r} is not what `keep` returned")
 
     def close(self) -> None:
         """Mark the graph closed; closing twice is allowed."""
