@@ -2,10 +2,12 @@
 
     python -m benchmarks.overlap BUNDLE [--draft-unit cpu:0] [--target-unit cpu:1] [--k 3] [--repeats 5]
 
-Every prompt is decoded in turn: plain on all cores, then on the placement serially, overlapped and as the planner
-chooses, in alternating order; ratios are medians over prompts and repeats. `formula` is what a round should take by
-the forwards measured beside each other in the same run: max(verify, k + 1 steps) where everything assumed came true,
-k steps and a verify where not.
+Every prompt is decoded in turn: plain on all cores, then on the placement serially, overlapped (also without drafting
+behind corrections in the time a draft has left) and as the planner chooses, in alternating order; ratios are medians
+over prompts and repeats. Seconds begin after the first round, in which a draft model reads the prompt: fixed ways do
+not pay for that, `auto` counts it when it chooses. `formula` is what a round should take by the forwards measured
+beside each other in the same run: max(verify, k + 1 steps) where everything assumed came true, k steps and a verify
+where not.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import outrider
 from benchmarks.summary import machine, markdown_table, median_interval
 from outrider.runtime.bench import Prompt, default_prompts, load_prompts
+from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.pipeline import Pipeline, Result
 from outrider.runtime.rounds import Round
 from outrider.runtime.stats import Stats
@@ -36,6 +39,7 @@ class Way:
     name: str
     placed: bool
     options: dict[str, Any]
+    corrects: bool = True  # whether the draft may go on behind the likeliest correction
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ def ways(k: int) -> list[Way]:
         Way("plain, target's cores", True, {"k": 0}),
         Way(f"serial k={k}", True, {**fixed, "drafting": "serial"}),
         Way(f"overlapped k={k}", True, {**fixed, "drafting": "overlapped"}),
+        Way("the same, no corrections", True, {**fixed, "drafting": "overlapped"}, corrects=False),
         Way("auto", True, {"k": "auto", "drafter": "model"}),
     ]
 
@@ -122,6 +127,18 @@ def _sample(way: Way, index: int, result: Result, rounds: Rounds, same: bool) ->
     )
 
 
+@contextmanager
+def _corrections(allowed: bool) -> Iterator[None]:
+    """Draft models as they are, or such as never draft behind a correction."""
+    kept = ModelDrafter.corrects
+    if not allowed:
+        ModelDrafter.corrects = property(lambda _: False)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ModelDrafter.corrects = kept  # type: ignore[method-assign]
+
+
 def measure(
     bundle: Path, units: tuple[str, str], prompts: Sequence[Prompt], k: int, tokens: int, repeats: int
 ) -> list[Sample]:
@@ -138,7 +155,8 @@ def measure(
             for index, prompt in enumerate(prompts):
                 plain: Result | None = None
                 for way in plan if repeat % 2 == 0 else [plan[0], *reversed(plan[1:])]:
-                    result, rounds = _decode(placed if way.placed else whole, prompt, way.options, tokens)
+                    with _corrections(way.corrects):
+                        result, rounds = _decode(placed if way.placed else whole, prompt, way.options, tokens)
                     plain = plain or result
                     samples.append(_sample(way, index, result, rounds, result.tokens == plain.tokens))
     return samples
