@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -505,6 +508,55 @@ def test_an_interrupt_while_the_engine_waits_for_the_draft_is_raised_once_the_dr
     assert seen >= 2
     assert made._ahead._piece is None
     assert text(made.decode(PROMPT, overlapped())) == PLAIN
+
+
+def test_an_interrupt_in_the_draft_s_thread_is_raised_where_the_text_is_read() -> None:
+    for at in range(3, 9):
+        made = engine(draft=Faulty(VOCAB, logits=LOGITS, fails_at=at, error=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            list(made.decode(PROMPT, overlapped()))
+        refuse_inconsistent(made, [*PROMPT, *PLAIN])
+        assert text(made.decode(PROMPT, overlapped())) == PLAIN
+
+
+def test_after_it_was_closed_on_its_own_thread_work_ahead_begins_anew() -> None:
+    ahead = Ahead()
+
+    class Collecting(ModelDrafter):
+        def assume(self, k: int, rng: np.random.Generator) -> Any:
+            ahead.close()  # as a collector of garbage does that runs on this thread
+            yield from range(k)
+
+    drafter = Collecting(FakeGraph(VOCAB, logits=LOGITS))
+    for _ in range(3):
+        assert ahead.start("model", drafter, 0, 10, 3)
+        ahead.settle()
+    ahead.close()
+    assert ahead.collect().steps == 3  # each ends with the step that it is in
+
+
+ABANDONED = """
+import os, threading
+from benchmarks.overlap.soak import Faulty
+from outrider.runtime.model_drafter import ModelDrafter
+from outrider.runtime.rounds import Engine, Request
+drafter = ModelDrafter(Faulty(13, late_s=0.05), min_confidence=0.0)
+request = Request(max_new_tokens=60, k=3, drafter="model", drafting="overlapped")
+rounds = Engine(Faulty(13), {"model": drafter}).decode([1, 2, 3], request)
+for _ in range(3):
+    next(rounds)
+assert any(thread.name == "outrider-draft" for thread in threading.enumerate())
+child = os.fork()
+if child == 0:
+    rounds.close()
+    os._exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+"""
+
+
+def test_a_text_left_in_the_middle_keeps_neither_a_fork_nor_the_end_of_the_process_waiting() -> None:
+    root = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", ABANDONED], check=True, timeout=600, cwd=root)
 
 
 class Scripted:

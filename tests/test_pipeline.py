@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -371,8 +373,6 @@ def test_a_stream_that_is_never_read_leaves_no_file_open(tokenizer: Tokenizer, t
 
 
 def test_a_closed_pipeline_refuses_work_and_closes_what_it_owns(tokenizer: Tokenizer) -> None:
-    from contextlib import ExitStack
-
     owned = ExitStack()
     parts = pipeline_for(tokenizer)
     owned.callback(parts.engine.target.close)
@@ -383,3 +383,49 @@ def test_a_closed_pipeline_refuses_work_and_closes_what_it_owns(tokenizer: Token
     assert parts.engine.target.closed
     with pytest.raises(UsageError, match="closed"):
         pipeline.generate(PROMPT)
+
+
+def test_closing_from_another_thread_waits_for_the_round_that_runs_and_ends_the_stream_in_words(
+    tokenizer: Tokenizer,
+) -> None:
+    parts, asked = pipeline_for(tokenizer), threading.Event()
+    engine, graph = parts.engine, parts.engine.target
+    assert isinstance(graph, FakeGraph)
+
+    class Told:
+        """The engine's lock; it tells when someone waits for it."""
+
+        def __enter__(self) -> None:
+            asked.set()
+            lock.__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            lock.__exit__(*error)
+
+        def acquire(self, blocking: bool) -> bool:
+            return lock.acquire(blocking)
+
+        def release(self) -> None:
+            lock.release()
+            if asked.is_set():  # who waits has his turn
+                closing.join(10.0)
+
+    lock, engine.at_work = engine.at_work, Told()  # type: ignore[assignment]
+    owned = ExitStack()
+    owned.callback(graph.close)
+    pipeline, original = Pipeline(engine, tokenizer, owned=owned), graph.forward
+    closing = threading.Thread(target=pipeline.close)
+
+    def forward(*args: Any, **options: Any) -> Any:
+        if not closing.ident:
+            closing.start()
+            assert asked.wait(10.0)
+        assert not graph.closed
+        return original(*args, **options)
+
+    graph.forward = forward  # type: ignore[method-assign]
+    stream = pipeline.stream(PROMPT, max_tokens=50)
+    with pytest.raises(UsageError, match="pipeline is closed"):
+        list(stream)
+    closing.join()
+    assert graph.closed

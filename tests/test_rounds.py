@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -218,6 +219,48 @@ def test_an_older_iterator_refuses_to_go_on_after_a_newer_one_started():
     next(engine.decode([2, 2], Request(max_new_tokens=9)))
     with pytest.raises(UsageError, match="another generation"):
         next(older)
+
+
+def test_an_older_iterator_that_has_not_begun_does_not_touch_the_graphs_of_a_newer_one():
+    engine = Engine(target())
+    older = engine.decode([2, 2, 2], Request(max_new_tokens=9))
+    newer = engine.decode(PROMPT, Request(max_new_tokens=40, k=0))
+    begun = next(newer)
+    with pytest.raises(UsageError, match="another generation"):
+        next(older)
+    assert [*begun.tokens, *text(newer)] == plain()
+
+
+def test_a_second_thread_is_refused_while_a_round_runs_and_a_reset_there_waits_for_its_end():
+    refused, resets = [], []
+
+    class Visited(FakeGraph):
+        def forward(self, *args, **options):
+            def visit():
+                try:
+                    engine.decode([2, 2])
+                except UsageError as error:
+                    refused.append(str(error))
+
+            thread = threading.Thread(target=visit)
+            thread.start()
+            thread.join()
+            if not resets:
+                resets.append(threading.Thread(target=engine.reset))
+                resets[0].start()
+            assert engine.target.length or len(refused) == 1  # the reset has not come in between
+            return super().forward(*args, **options)
+
+    engine = Engine(Visited(VOCAB, logits=LOGITS), prefill_chunk=2)
+    rounds = engine.decode(PROMPT, Request(max_new_tokens=9, k=0))
+    with pytest.raises(
+        UsageError, match="another generation|another thread"
+    ):  # the reset, ended or under way
+        list(rounds)
+    resets[0].join()
+    assert engine.target.length == 0
+    assert refused
+    assert "another thread" in refused[0]
 
 
 def test_reset_forgets_everything():

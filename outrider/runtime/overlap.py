@@ -13,11 +13,15 @@ From the start of a piece of work to its end, the drafter and its graph belong t
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -105,7 +109,7 @@ class _Piece:
     finished: bool = False
     steps: int = 0
     seconds: float = 0.0
-    error: Exception | None = None
+    error: BaseException | None = None
     wake: SimpleQueue[None] = field(default_factory=SimpleQueue)
     lock: threading.Lock = field(default_factory=threading.Lock)  # of `judged` and `correction`
 
@@ -123,7 +127,9 @@ class _Piece:
             self.work.close()
             if self.after is not None and not self.cancelled:
                 self._correct(self.after, clock, begin)
-        except Exception as error:  # its owner knows what that means for the text
+        except (
+            BaseException
+        ) as error:  # its owner knows what that means for the text, and must not wait for ever
             self.error = error
         self.seconds = clock() - begin
         self.guessed = self.finished = True
@@ -157,16 +163,19 @@ class Ahead:
     """At most one piece of assumed work, on a thread that lives from the first piece to `close`.
 
     A drafter that fails in assumed work is logged, and drafts as usual from then on, where its errors are raised;
-    it works ahead again after `close`. `timeline` is for threads that share a virtual time.
+    it works ahead again after `close`. `timeline` is for threads that share a virtual time. After a fork there is no
+    such thread in the child: what it was at is forgotten there.
     """
 
     def __init__(self, clock: Clock = time.perf_counter, timeline: Timeline | None = None) -> None:
         self._clock, self._timeline = clock, timeline
         self._thread: threading.Thread | None = None
-        self._pieces: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._pieces: SimpleQueue[_Piece | None] = SimpleQueue()  # of this thread
+        self._process = os.getpid()
         self._piece: _Piece | None = None
         self._failed: set[str] = set()
         self._worked = Worked()
+        _OPEN.add(self)
 
     def ready(self, name: str | None, length: int) -> bool:
         """Whether the draft of this drafter behind a text of so many tokens is done, or under way."""
@@ -186,12 +195,20 @@ class Ahead:
         after = drafter.correct(k) if beside_s > 0.0 and isinstance(drafter, Correcting) else None
         piece = _Piece(name, drafter.assume(k, draft_generator(seed, start)), start, after, beside_s)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="outrider-draft", daemon=True)
+            self._pieces, self._process = SimpleQueue(), os.getpid()
+            serve = partial(_serve, self._pieces, self._clock, self._timeline)
+            self._thread = threading.Thread(target=serve, name="outrider-draft", daemon=True)
             self._thread.start()
         if self._timeline is not None:
             self._timeline.begin()
         self._piece = piece
-        self._pieces.put(piece)
+        try:
+            self._pieces.put(piece)
+        except (
+            BaseException
+        ):  # an interrupt just before it or just after: it must be served, and is served once
+            self._pieces.put(piece)
+            raise
         return True
 
     def judge(self, proposal: Proposal, decision: Decision) -> bool | None:
@@ -222,6 +239,7 @@ class Ahead:
 
     def settle(self) -> None:
         """Wait until the drafter is free; what came true is drafted to its end."""
+        self._forget_after_fork()
         piece = self._piece
         if piece is None:
             return
@@ -244,22 +262,24 @@ class Ahead:
 
     def close(self) -> None:
         """End work and thread; another `start` begins anew. Closing twice is allowed."""
+        self._forget_after_fork()
         thread = self._thread
-        if (
-            thread is threading.current_thread()
-        ):  # collected as garbage from there: nobody may wait for himself
-            if self._piece is not None:
-                self._piece.cancelled = True
-            self._pieces.put(None)
-            return
         try:
-            self.drop()
+            if thread is not threading.current_thread():
+                self.drop()
+            elif self._piece is not None:  # collected as garbage from there: nobody may wait for himself
+                self._piece.cancelled = True
         finally:
             self._thread = None
             self._failed.clear()
-            if thread is not None:
-                self._pieces.put(None)
+            self._pieces.put(None)
+            if thread not in (None, threading.current_thread()) and thread.ident is not None:
                 thread.join()
+
+    def _forget_after_fork(self) -> None:
+        if self._process != os.getpid():
+            self._piece = self._thread = None
+            self._process = os.getpid()
 
     def _settled(self, piece: _Piece) -> None:
         self._piece = None
@@ -276,6 +296,8 @@ class Ahead:
             worked.held + piece.corrected,
             worked.behind + (piece.later if piece.corrected else 0),
         )
+        if piece.error is not None and not isinstance(piece.error, Exception):
+            raise piece.error
         if piece.error is not None:
             self._failed.add(piece.name)
             _log.warning("drafter %r failed while it drafted ahead: %s", piece.name, piece.error)
@@ -294,9 +316,21 @@ class Ahead:
         if interrupt is not None:
             raise interrupt
 
-    def _serve(self) -> None:
-        pieces, clock, timeline = self._pieces, self._clock, self._timeline
-        while (piece := pieces.get()) is not None:
-            piece.run(clock, timeline)
-            if timeline is not None:
-                timeline.end()
+
+_OPEN: weakref.WeakSet[Ahead] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """An iterator that is collected when the interpreter is gone would wait for a thread that is gone as well."""
+    for ahead in list(_OPEN):
+        ahead.close()
+
+
+def _serve(pieces: SimpleQueue[_Piece | None], clock: Clock, timeline: Timeline | None) -> None:
+    while (piece := pieces.get()) is not None:
+        if piece.finished:
+            continue
+        piece.run(clock, timeline)
+        if timeline is not None:
+            timeline.end()

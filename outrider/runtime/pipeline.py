@@ -212,9 +212,10 @@ class Pipeline:
         self.engine.reset()
 
     def close(self) -> None:
-        """Free the graphs; closing twice is allowed."""
-        self._closed = True
-        self._owned.close()
+        """Free the graphs, once a round that another thread is in has ended; closing twice is allowed."""
+        with self.engine.at_work:
+            self._closed = True
+            self._owned.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -258,6 +259,7 @@ class Pipeline:
                 piece = transcript.take()
                 if piece.tokens or piece.text:
                     yield Chunk(piece.text, piece.tokens, piece.from_draft, piece.logprobs)
+                self.refuse_closed()
         if not transcript.matched and transcript.finish():
             finish = "stop"
         self._roll_back(len(prompt) + len(transcript))

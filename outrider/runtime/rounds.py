@@ -7,8 +7,10 @@ forward as its first row, which saves one target forward a round.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -56,6 +58,9 @@ class Engine:
 
     `apart` names the drafters that run on another unit than the target: where a request leaves it open, they may
     draft beside a verify forward. `timeline` is for graphs that share a virtual time.
+
+    It decodes one text at a time: a text that begins ends the one before, and where another thread is in the middle of
+    a round, both are refused. `at_work` is held by whoever runs the graphs; hold it to close them.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class Engine:
         self._ahead = Ahead(clock, timeline)
         self._governed = Governed(pacer, self.drafters, clock, sleep, self._ahead.drop)
         self._choosing = Choosing(self.drafters, apart, self._widest, self._governed, self._ahead, clock)
+        self.at_work = threading.RLock()
         self._cached: list[int] = []  # tokens of the target's KV rows
         self._ticket = 0
 
@@ -94,13 +100,14 @@ class Engine:
         return tuple(self._cached[: self.target.length])
 
     def reset(self) -> None:
-        """Forget all context, in the target and in the drafters."""
-        self.settle()
-        self._ticket += 1
-        self._cached.clear()
-        self.target.truncate(0)
-        for drafter in self.drafters.values():
-            drafter.reset()
+        """Forget all context, in the target and in the drafters; waits for a round that another thread is in."""
+        with self.at_work:
+            self.settle()
+            self._ticket += 1
+            self._cached.clear()
+            self.target.truncate(0)
+            for drafter in self.drafters.values():
+                drafter.reset()
 
     def settle(self) -> None:
         """End what a generation that was not closed still drafts ahead, and its thread; the drafters are free then."""
@@ -117,13 +124,14 @@ class Engine:
 
         The longest prefix shared with what the KV cache holds is not run again. `progress(done, total)`
         is called after every chunk of the prompt. Closing the iterator at any point leaves the KV cache
-        equal to a prefix of prompt and committed tokens. Raises UsageError for an empty prompt or an
-        unknown id or drafter, ContextError when the prompt leaves no room for a token.
+        equal to a prefix of prompt and committed tokens. Raises UsageError for an empty prompt, an unknown id or
+        drafter, and while another thread decodes; ContextError when the prompt leaves no room for a token.
         """
         request = request or Request()
         self._check(prompt, request)
-        self.settle()
-        self._ticket += 1
+        with self._alone():
+            self.settle()
+            self._ticket += 1
         room = self.target.max_context
         limit = room if request.max_new_tokens is None else min(room, len(prompt) + request.max_new_tokens)
         context = Context(prompt)
@@ -168,8 +176,9 @@ class Engine:
 
     def _rounds(self, run: Run, progress: Progress | None) -> Generator[Round, None, None]:
         started = self._clock()
-        self.planner.begin(self.target.widths)
-        self._prefill(run, progress)
+        with self._alone(run):
+            self.planner.begin(self.target.widths)
+            self._prefill(run, progress)
         run.stats.prefill_s = self._clock() - started
         try:
             yield from self._until_finished(run, started)
@@ -180,10 +189,9 @@ class Engine:
     def _until_finished(self, run: Run, started: float) -> Generator[Round, None, None]:
         finish: FinishReason | None = None
         while finish is None:
-            if run.ticket != self._ticket:
-                raise UsageError("another generation has started on this engine; this one cannot go on")
             begin, priced = self._clock(), bool(self.planner.costs.verify_s)
-            result, turn = self._round(run)
+            with self._alone(run):
+                result, turn = self._round(run)
             finish = result.finish_reason
             ended = self._clock()
             if run.stats.rounds == 1:
@@ -195,6 +203,21 @@ class Engine:
             if finish is None:
                 run.stats.paced_s += self._governed.pause(pace_s, ended)
                 run.stats.paced_s += self._governed.admit(1)
+
+    @contextmanager
+    def _alone(self, run: Run | None = None) -> Iterator[None]:
+        """The graphs, for one step of a text that no other has taken over."""
+        if not self.at_work.acquire(blocking=False):
+            raise UsageError(
+                "another thread is at work with this engine, which decodes one text at a time: wait for it, or load"
+                " the bundle once more"
+            )
+        try:
+            if run is not None and run.ticket != self._ticket:
+                raise UsageError("another generation has started on this engine; this one cannot go on")
+            yield
+        finally:
+            self.at_work.release()
 
     def _prefill(self, run: Run, progress: Progress | None) -> None:
         """Run the prompt up to its last chunk, which the first round folds in."""
