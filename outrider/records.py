@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
 
 from outrider.errors import UsageError
 
-__all__ = ["decode", "is_finite", "is_real", "parsed", "replaced"]
+__all__ = ["decode", "is_finite", "is_real", "is_whole", "parsed", "replaced"]
 
 _MAPPINGS = (Mapping, dict)
 _UNIONS = (Union, types.UnionType)
@@ -41,6 +41,11 @@ def is_finite(value: object) -> bool:
 def is_real(value: object) -> bool:
     """True for a number that a user may give, NaN and infinity among them, of numpy too; no bool, no text."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> bool:
+    """True for a whole number, of numpy too; no bool, no text."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def decode(kind: Any, value: Any, where: str, error: type[Exception]) -> Any:

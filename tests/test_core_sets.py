@@ -97,7 +97,7 @@ def test_a_system_that_cannot_pin_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_two_roles_on_one_core_are_refused_with_a_draft_unit_that_would_do(many_cores: None) -> None:
-    with pytest.raises(UsageError, match=r"share core 2.*draft_unit='cpu:0,4-7' would do"):
+    with pytest.raises(UsageError, match=r"share core 2.*draft_unit 'cpu:0,4-7' would do"):
         refuse_shared("cpu:1-3", "cpu:2")
     with pytest.raises(UsageError, match="give the target fewer cores"):
         refuse_shared("cpu:0-7", "cpu:2")

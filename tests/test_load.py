@@ -333,8 +333,13 @@ def test_a_smaller_context_can_be_asked_for(bundle: Path, opened: Opened) -> Non
 
 
 def test_other_impossible_options_are_refused(bundle: Path, opened: Opened) -> None:
-    with pytest.raises(UsageError, match="threads is 0"):
-        outrider.load(bundle, threads=0)
+    for threads in (0, "2", True, 1.5):
+        with pytest.raises(UsageError, match=f"threads is {threads!r}; it must be a whole number"):
+            outrider.load(bundle, threads=threads)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="unknown unit 3"):
+        outrider.load(bundle, target_unit=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="telemetry is 5; give the path of a trace, or a monitor"):
+        outrider.load(bundle, telemetry=5)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="verify is 'none'; known: size, full"):
         outrider.load(bundle, verify="none")  # type: ignore[arg-type]
 

@@ -65,6 +65,7 @@ def test_without_a_measured_pair_the_acceptance_is_assumed(run_main: Run, tmp_pa
         ),
         (("--memory-limit", "100"), "nothing fits into the 100 MB of --memory-limit"),
         (("--target-unit", "npu"), "--target-unit is 'npu'; raspberry-pi-5 has cpu"),
+        (("--max-context", "5000"), "it holds 1024 tokens, 5000 were asked for"),
     ],
 )
 def test_mistakes_name_the_smallest_plan_that_would_work(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from outrider.contracts import Graph
 from outrider.errors import BackendError, BundleError, UsageError
 from outrider.manifest import GraphEntry, bundle_path
+from outrider.records import is_whole
 from outrider.targets.core_sets import big_cores, cores_of, unit_kind
 
 __all__ = [
@@ -51,10 +52,10 @@ class RoleOptions:
         """Refuse an unknown backend or unit and an impossible number of threads."""
         if self.backend is not None and self.backend not in BACKENDS:
             raise UsageError(f"unknown backend {self.backend!r}; known: {', '.join(BACKENDS)}")
-        if self.unit is not None and unit_kind(self.unit) not in UNITS:
+        if self.unit is not None and unit_kind(str(self.unit)) not in UNITS:
             raise UsageError(f"unknown unit {self.unit!r}; known: {', '.join(UNITS)}, and core sets as cpu:0")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"threads is {self.threads}; it must be at least 1")
+        if self.threads is not None and not (is_whole(self.threads) and self.threads >= 1):
+            raise UsageError(f"threads is {self.threads!r}; it must be a whole number of at least 1")
         if self.threads is not None and self.cores is not None and self.threads > len(self.cores):
             raise UsageError(
                 f"threads is {self.threads}, but {self.unit!r} has {len(self.cores)} cores; leave threads out"

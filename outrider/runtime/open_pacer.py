@@ -206,6 +206,8 @@ def _monitor(governing: Governing) -> tuple[Monitor, bool]:
         return Monitor(discover()), True
     if isinstance(given, str | os.PathLike):
         return open_telemetry(os.fspath(given)), False
+    if not hasattr(given, "poll"):
+        raise UsageError(f"telemetry is {given!r}; give the path of a trace, or a monitor")
     return given, False
 
 

@@ -237,7 +237,7 @@ def _seats(request: Request) -> tuple[dict[str, list[Seat]], list[Refusal]]:
     for candidate in request.candidates:
         why = _why_not(request, candidate)
         if why is not None:
-            refused[candidate.name] = why
+            refused.setdefault(candidate.name, why)  # of the longest context
             continue
         wish = request.target_unit if candidate.role == "target" else request.draft_unit
         unit = wish if wish is not None and ":" in wish else candidate.unit
@@ -256,10 +256,8 @@ def _why_not(request: Request, candidate: Candidate) -> str | None:
     if unit is None:
         return f"{slug} has no {candidate.unit}, only {', '.join(request.device.units)}"
     if candidate.backend not in unit.backends:
-        return (
-            f"the profile of {slug} has no {candidate.backend} on its {candidate.unit}, only "
-            f"{', '.join(unit.backends) or 'nothing'}"
-        )
+        there = f"only {', '.join(unit.backends)}" if unit.backends else "and no other backend"
+        return f"the profile of {slug} has no {candidate.backend} on its {candidate.unit}, {there}"
     if wish is not None and unit_kind(wish) != candidate.unit:
         return f"the unit {wish!r} was asked for"
     if request.context is not None and candidate.role == "target" and candidate.context < request.context:

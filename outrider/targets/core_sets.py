@@ -145,7 +145,7 @@ def refuse_shared(target: str | None, draft: str | None) -> None:
     if not shared:
         return
     left = [core for core in usable_cores() if core not in (one or ())]
-    way_out = f"draft_unit='cpu:{_listed(left)}' would do" if left else "give the target fewer cores"
+    way_out = f"draft_unit 'cpu:{_listed(left)}' would do" if left else "give the target fewer cores"
     raise UsageError(
         f"target_unit {target!r} and draft_unit {draft!r} share core {shared[0]}, and a core set belongs to one role; "
         f"{way_out}, or name the unit cpu for both"
