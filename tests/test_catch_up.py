@@ -43,26 +43,28 @@ PLAIN = decoded(0, 1.0, 1.0)[0]
 
 def test_a_draft_step_that_is_too_slow_is_found_out_without_reading_the_prompt() -> None:
     rounds, draft, _ = decoded("auto", 0.0145, 0.0033)
-    assert draft.forwards == [1, 1]
+    assert draft.forwards == [1]
     assert text(rounds) == text(PLAIN)
-    assert per_token_s(rounds) < 1.04 * per_token_s(PLAIN)  # two steps in 48 tokens
+    assert per_token_s(rounds) < 1.03 * per_token_s(PLAIN)
 
 
 def test_a_prompt_that_is_too_slow_to_read_is_found_out_by_its_first_piece() -> None:
-    rounds, draft, engine = decoded("auto", 0.004, 0.004)
-    assert draft.forwards[:2] == [1, FIRST_PIECE]
+    rounds, draft, engine = decoded("auto", 0.004, 0.004, n=160)
+    assert draft.forwards[:3] == [1, 1, FIRST_PIECE]
     assert sum(draft.forwards) < 60
-    assert text(rounds) == text(PLAIN)
-    assert rounds[2].plan.reason == "catching up is too slow"
+    assert text(rounds)[:48] == text(PLAIN)
+    assert sum(part.plan.reason == "catching up is too slow" for part in rounds) == 1
     assert engine.planner.to_dict()["catch_up_s"]["model"] == pytest.approx(0.004, rel=0.05)
 
 
 def test_the_first_price_of_a_step_has_no_prompt_in_it_and_all_of_what_ran_is_counted() -> None:
-    rounds, draft, engine = decoded("auto", 0.004, 0.0001)
-    assert draft.forwards[:3] == [1, FIRST_PIECE, 401 - FIRST_PIECE - 1]  # all but the last of 402 tokens
+    rounds, draft, engine = decoded("auto", 0.004, 0.0001, n=160)
+    read = int(np.argmax(draft.forwards)) + 1
+    assert draft.forwards[: read - 1] == [1, 1, FIRST_PIECE]
+    assert draft.forwards[read - 1] > 300  # the rest of the prompt and of the text so far
     assert engine.planner.costs.draft_s["model"] == pytest.approx(0.004, rel=0.02)
     assert engine.planner.to_dict()["catch_up_s"]["model"] == pytest.approx(0.0001, rel=0.1)
-    assert text(rounds) == text(PLAIN)
+    assert text(rounds)[:48] == text(PLAIN)
     stats = rounds[-1].stats
     assert stats.decode_s == pytest.approx(engine._clock() - stats.ttft_s)
     assert stats.draft_s + stats.verify_s == pytest.approx(stats.decode_s)

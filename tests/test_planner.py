@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from outrider.contracts import Costs, Energy, Limits, Objective, Plan, Proposal
 from outrider.errors import UsageError
 from outrider.runtime.costs import verify_time
-from outrider.runtime.evidence import Stint
+from outrider.runtime.evidence import Stint, Text
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.planner import (
     Acceptance,
@@ -25,7 +26,9 @@ from outrider.runtime.planner import (
 )
 from outrider.runtime.rounds import Engine, Request
 from outrider.targets.fake import FakeGraph, VirtualClock
+from outrider.targets.trace_model import Stage, TraceDrafter, TraceTarget, read_acceptance
 
+ACCEPTANCE = Path(__file__).parents[1] / "benchmarks/power/data/acceptance.jsonl"
 CPU = {1: 0.042, 2: 0.051, 3: 0.064, 5: 0.088, 8: 0.126}  # a 1.5B model on two cores
 FLAT = {1: 0.042, 16: 0.045}
 SPEED = Objective()
@@ -168,6 +171,8 @@ def test_trap_17_only_evaluated_positions_are_trained():
 
 def test_acceptance_is_kept_apart_by_the_kind_of_proposal():
     planner = Planner({"verify_s": CPU, "draft_s": {"d": 0.0}})
+    for _ in range(60):
+        observe(planner, Plan(None, 0, "none"), 0, 0, 0.042)
     for _ in range(6):
         planner.plan({"d": "2"}, 7)
         observe(planner, Plan("d", 1), 1, 0, 0.051, kind="2")
@@ -288,6 +293,63 @@ def test_auto_never_loses_more_than_three_percent_where_nothing_repeats(common):
         plain += seconds(tokens, 0, CPU)
         auto += seconds(tokens, "auto", CPU, planner=planner)
     assert plain / auto > 0.97
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.004, 0.02])
+def test_wherever_a_text_ends_drafts_that_were_all_wrong_cost_it_three_percent(step_s):
+    tokens, clock = random_tokens(300, 6, 2000), VirtualClock()
+    planner = Planner({"verify_s": CPU, "draft_s": {"d": step_s}})
+    wrong = Guess(tokens, [False] * 300, step_s, clock)
+    late, drafted = [], 0
+    engine = Engine(Script(tokens, CPU, clock), {"d": wrong}, planner, clock=clock)
+    for part in engine.decode(tokens[:100], Request(max_new_tokens=150)):
+        late.append(part.stats.decode_s / (CPU[1] * max(1, part.stats.output_tokens - 1)))
+        drafted += part.drafted
+    assert max(late[Text.shortest :]) < 1 / 0.97
+    assert drafted >= 3
+
+
+class RecordedTarget(TraceTarget):
+    """The target of an acceptance trace, whose forwards take time."""
+
+    def __init__(self, stage, clock):
+        super().__init__(stage)
+        self.clock = clock
+
+    def forward(self, tokens, *arguments, **options):
+        self.clock.advance(verify_time(CPU, min(len(tokens), 16)))
+        return super().forward(tokens, *arguments, **options)
+
+
+class RecordedDraft(TraceDrafter):
+    """The draft model of one: a step takes 0.3 of a plain one, a token of a prompt a fifth of that."""
+
+    def __init__(self, stage, clock):
+        super().__init__("model", stage)
+        self._machine = self._cost = clock
+
+    def _execute(self, width, length):
+        self._machine.advance(0.0126 + 0.0025 * (width - 1))
+
+
+def recorded_seconds(text, k):
+    """Decode time of a recorded answer by a process that has written nothing before."""
+    clock, stage = VirtualClock(), Stage()
+    prompt = stage.begin(text)
+    drafters = {"lookup": TraceDrafter("lookup", stage), "model": RecordedDraft(stage, clock)}
+    planner = Planner({"verify_s": CPU, "draft_s": {"lookup": 6e-5, "model": 0.0126}})
+    engine = Engine(RecordedTarget(stage, clock), drafters, planner, clock=clock)
+    *_, last = engine.decode(prompt, Request(max_new_tokens=text.tokens, k=k))
+    return last.stats.decode_s
+
+
+def test_auto_loses_no_three_percent_of_any_short_answer_of_a_real_pair():
+    """A draft that reads the prompt of an answer of 16 tokens takes as long as twelve of them: nobody says how long."""
+    short = [text for text in read_acceptance(ACCEPTANCE) if text.tokens <= 40]
+    assert len(short) == 13
+    gains = [recorded_seconds(text, 0) / recorded_seconds(text, "auto") for text in short]
+    assert min(gains) > 0.97
+    assert sum(gains) / len(gains) > 1.04
 
 
 def test_auto_reaches_the_best_fixed_k_where_the_text_copies():

@@ -21,7 +21,15 @@ from outrider.quantize.schemes import AnyScheme, BlockInt, Carry
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GPTQ_INPUTS", "TOKENS", "Moments", "calibrated_scheme", "calibration_text", "needed_moment", "watch"]
+__all__ = [
+    "GPTQ_INPUTS",
+    "TOKENS",
+    "Moments",
+    "calibrated_scheme",
+    "calibration_text",
+    "needed_moment",
+    "watch",
+]
 
 FloatArray = NDArray[np.float32]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from outrider.contracts import Costs, Energy
 
-__all__ = ["CostEstimates", "by_width", "snap", "verify_time"]
+__all__ = ["PRIOR_SLOPE", "CostEstimates", "by_width", "snap", "verify_time"]
 
 FIRST_PIECE = 32  # tokens of a first catch-up, after which the price of one is known
 FAR_BEHIND = 8  # tokens that a drafter must run first: from here on that is a catch-up, not part of its step
 PRIOR_DRAFT = 0.25  # a draft step, as a share of a plain step, until it is measured
 _SHORTEST_S = 1e-9  # a forward takes time, whatever a coarse clock says
-_PRIOR_SLOPE = 0.25  # a verify token more, as a share of a plain step, until widths are measured
+PRIOR_SLOPE = 0.25  # a verify token more, as a share of a plain step, until widths are measured
 _CATCH_UP_SHARE = 0.2  # a token of a draft's catch-up, as a share of its draft step, until measured
 
 
@@ -27,8 +27,8 @@ def _read(curve: list[tuple[int, float]], width: int) -> float:
     """Interpolate a monotone curve; one point is continued with the prior slope."""
     if len(curve) == 1:
         ((known, seconds),) = curve
-        base = seconds / (1.0 + _PRIOR_SLOPE * (known - 1))
-        return base * (1.0 + _PRIOR_SLOPE * (width - 1))
+        base = seconds / (1.0 + PRIOR_SLOPE * (known - 1))
+        return base * (1.0 + PRIOR_SLOPE * (width - 1))
     if width <= curve[0][0]:
         return curve[0][1]
     for (w0, t0), (w1, t1) in pairwise(curve):

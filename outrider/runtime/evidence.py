@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from outrider.runtime.costs import FAR_BEHIND
 
-__all__ = ["PRIOR_ACCEPTANCE", "Account", "Evidence", "Guesses", "Stint", "Trial"]
+__all__ = ["PRIOR_ACCEPTANCE", "Account", "Evidence", "Guesses", "Stint", "Text", "Trial"]
 
 PRIOR_ACCEPTANCE = {"": 0.7, "1": 0.25, "2": 0.45, "3": 0.55, "4": 0.65, "8": 0.8, "16": 0.9, "32": 0.95}
 
@@ -82,6 +83,38 @@ class Stint:
             self.tokens += 0.3 * (self._now - self.tokens)
             self._now = 0.0
         self._now += committed
+
+
+@dataclass
+class Text:
+    """The text that is being written: how long it is and may get, and what drafts may still lose on it.
+
+    It may end at any token, so what drafts have lost is at no time more than `share` of it: their stakes grow with it.
+    """
+
+    tokens: int = 1
+    won: float = 0.0  # by drafts, in plain steps
+    _earlier: deque[int] = field(default_factory=lambda: deque(maxlen=8))
+
+    share = 0.03
+    shortest = 12  # tokens that any text is thought to get
+
+    @property
+    def to_come(self) -> int:
+        """Tokens that may pay for a catch-up: a quarter as many again, or what the last longer ones all still got."""
+        still = [tokens - self.tokens for tokens in self._earlier if tokens > self.tokens]
+        return max(self.shortest, self.tokens // 4, min(still, default=0))
+
+    @property
+    def purse(self) -> float:
+        """What one more draft may lose, in plain steps; below 0 where drafts took longer than was thought."""
+        return self.share * max(self.tokens, self.shortest) + self.won
+
+    def begin(self) -> None:
+        """Another text."""
+        if self.tokens > 1:
+            self._earlier.append(self.tokens)
+        self.tokens, self.won = 1, 0.0
 
 
 @dataclass

@@ -10,7 +10,10 @@ power fits, so the fastest plan is then the one with the fewest dynamic joules p
 `Planner` keeps the estimates: costs as moving averages, acceptance as decayed counts by drafter, kind of
 proposal and position. It also keeps an account for each drafter, in plain steps: what it wins goes in, what
 it loses comes out, and no draft may risk more than half of what is left. An empty account fills by one percent of the
-time that passes, so that a wrong estimate costs little, and text that turns predictable is noticed.
+time that passes, so that a wrong estimate costs little, and text that turns predictable is noticed. All of them
+together may at no time have lost more than three percent of a text, which may end at any token; and what a draft
+model must read first is to be paid back by a quarter of the tokens that the text already has, unless earlier texts
+say that more will come.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from outrider.contracts import Costs, Energy, Limits, Objective, Plan
 from outrider.errors import UsageError
-from outrider.runtime.costs import FIRST_PIECE, CostEstimates
-from outrider.runtime.evidence import PRIOR_ACCEPTANCE, Account, Evidence, Guesses, Stint, Trial
+from outrider.runtime.costs import FIRST_PIECE, PRIOR_DRAFT, PRIOR_SLOPE, CostEstimates
+from outrider.runtime.evidence import PRIOR_ACCEPTANCE, Account, Evidence, Guesses, Stint, Text, Trial
 from outrider.runtime.prices import LONGEST_PACE_S, Acceptance, PlannedRound, Prices, expected_tokens
 
 __all__ = [
@@ -184,6 +187,7 @@ class Planner:
         self._evidence: dict[tuple[str, str], Evidence] = {}
         self._accounts: dict[str, Account] = {}
         self._stints: dict[str, Stint] = {}
+        self._text = Text()
         self._widths: tuple[int, ...] | None = None
         self._asked: _Asked | None = None
         self._priced: dict[str, int] = {}  # steps of drafters that ran for their price alone
@@ -216,6 +220,7 @@ class Planner:
         Old acceptance counts less from here on, and earlier winnings cannot be lost on the new text.
         """
         self._widths = widths
+        self._text.begin()
         for evidence in self._evidence.values():
             evidence.fade(0.7)
         for account in self._accounts.values():
@@ -243,27 +248,25 @@ class Planner:
         limits = Limits(
             min(k_max, self.k_max),
             self._widths,
-            horizon=min(horizon, 128),
+            horizon=min(horizon, 128, self._text.to_come),
             overlap=modes.overlap,
             serial_allowed=modes.serial,
         )
         if directive is not None:
             limits = directive.limit(limits)
-        if limits.drafters is not None:
-            kinds = {name: kind for name, kind in kinds.items() if name in limits.drafters}
+        tried = kinds if self._may_measure else self._estimates.draft_s
+        allowed = kinds if limits.drafters is None else limits.drafters
+        kinds = {name: kind for name, kind in kinds.items() if name in allowed and name in tried}
         plan = self._first(kinds, limits.k_max)
         if plan is not None:
             return pace(plan, self.costs, limits)
-        at_stake = {
-            name: min(n, FIRST_PIECE) if name in modes.piecewise and not self.knows_catch_up(name) else n
-            for name, n in (backlogs or {}).items()
-        }
+        at_stake = {name: self._at_stake(name, n, modes) for name, n in (backlogs or {}).items()}
         catch_up_s = self._catch_ups(at_stake, limits.horizon)
         limits = replace(limits, risk_s=self._risks(kinds), catch_up_s=catch_up_s)
         objective = directive.objective if directive is not None else self.objective
         self._asked = _Asked(self.costs, self.acceptance(kinds, modes.correcting), objective, limits)
         plan = choose(*self._asked)
-        if not plan.k and len(self._estimates.verify_s) == 1:
+        if not plan.k and self._may_measure and len(self._estimates.verify_s) == 1:
             plan = self._first_draft(plan, self._asked)
         if not plan.k:
             return self._probe(plan, kinds, objective, limits)
@@ -299,11 +302,15 @@ class Planner:
 
     def wants_price(self, name: str) -> bool:
         """Whether a draft step of this drafter, without a draft, is what is missing to choose by; twice at most."""
-        known = name in self._estimates.draft_s
-        return bool(self._estimates.verify_s) and (not known or self._priced.get(name) == 1)
+        known_s = self._estimates.draft_s.get(name)
+        if not self._estimates.verify_s or not (known_s is None or self._priced.get(name) == 1):
+            return False
+        plain_s = self._estimates.plain_s(self._widths)
+        return (PRIOR_DRAFT if known_s is None else known_s / plain_s) <= self._text.purse
 
     def price_step(self, name: str, seconds: float) -> None:
         """Learn what a draft step takes, without a draft: the lesser of two, since a first forward may load weights."""
+        self._text.won -= seconds / self._estimates.plain_s(self._widths)
         times = self._priced[name] = self._priced.get(name, 0) + 1
         known_s = self._estimates.draft_s.get(name, seconds)
         self._estimates.draft_s[name] = min(seconds, known_s) if times > 1 else seconds
@@ -345,6 +352,7 @@ class Planner:
         else:  # all rounds so far overlapped: the best guess of a forward that has the machine to itself
             estimates.learn_verify(seen.width, seen.verify_s, rest_s)
         name, plain_s = seen.plan.drafter, estimates.plain_s(self._widths)
+        self._text.tokens += seen.tokens
         for other, account in self._accounts.items():
             account.idle_rounds += other != name
             account.heal(self.loss_share * seen.round_s / plain_s)
@@ -353,7 +361,9 @@ class Planner:
         catch_up_s = self._learn_draft(name, seen)
         account = self._account(name)
         account.idle_rounds = 0
-        account.book(seen.tokens - (seen.round_s - catch_up_s) / plain_s)
+        won = seen.tokens - (seen.round_s - catch_up_s) / plain_s
+        account.book(won)
+        self._text.won += won
         self._trial(name).saw(seen.plan.mode == "overlapped")
         self._stint(name).add(seen.tokens, seen.backlog)
         if not seen.cut:
@@ -372,6 +382,11 @@ class Planner:
         self._priced.pop(name, None)
         steps = min(seen.plan.k, seen.drafted + 1)
         return self._estimates.learn_draft(name, steps, seen.draft_s, seen.backlog)
+
+    @property
+    def _may_measure(self) -> bool:
+        """Whether the text can bear a draft of which it is not known what it costs."""
+        return not self._estimates.verify_s or self._text.purse >= PRIOR_SLOPE
 
     def _first(self, kinds: Mapping[str, str], k_max: int) -> Plan | None:
         """The plan where there is no choice, or nothing measured to choose by."""
@@ -426,8 +441,16 @@ class Planner:
 
     def _risks(self, kinds: Mapping[str, str]) -> dict[str, float]:
         """Seconds that one draft of each drafter may lose."""
+        plain_s, purse = self._estimates.plain_s(self._widths), self._text.purse
+        return {name: min(Account.stake * self._account(name).steps, purse) * plain_s for name in kinds}
+
+    def _at_stake(self, name: str, backlog: int, modes: Modes) -> int:
+        """Tokens that a drafter must run before it is known what they take: a first piece, if the purse has that."""
+        if name not in modes.piecewise or self.knows_catch_up(name):
+            return backlog
         plain_s = self._estimates.plain_s(self._widths)
-        return {name: Account.stake * self._account(name).steps * plain_s for name in kinds}
+        piece_s = FIRST_PIECE * self._estimates.catch_up_token_s(name, plain_s)
+        return min(backlog, FIRST_PIECE) if piece_s <= self._text.purse * plain_s else backlog
 
     def _catch_ups(self, backlogs: Mapping[str, int], horizon: int) -> dict[str, float]:
         """Seconds to catch up, as if all `horizon` tokens paid for it though only a stint of them will."""
