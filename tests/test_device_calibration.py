@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import outrider
 from outrider.contracts import Reading
 from outrider.errors import OutriderError
 from outrider.power.monitor import Monitor
 from outrider.power.sensors.simulated import simulated_sensors
 from outrider.runtime.model_drafter import ModelDrafter
+from outrider.runtime.planner import Planner
 from outrider.runtime.profiling.calibrate import (
     Calibration,
     Plan,
@@ -280,6 +282,10 @@ def test_the_command_measures_a_bundle_and_keeps_the_profile(
     assert "bundle bundle" in profile.units["cpu"].bandwidth_gb_s.source
     assert "measured, outrider calibrate, " in profile.units["cpu"].bandwidth_gb_s.source
     assert profile.thermal.case_tau_s.assumed
+    (times,) = (tmp_path / "timing").iterdir()
+    assert f"times for later loads: {times}" in out
+    with outrider.load(float_bundle) as pipeline:
+        assert pipeline.engine.planner.costs == Planner(json.loads(times.read_text())["measured"]).costs
 
 
 def test_the_command_writes_where_it_is_told(

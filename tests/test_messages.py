@@ -33,6 +33,7 @@ def command(name: str) -> Any:
         ),
         ("generate", "the prompt is empty; the mode is odd", "the prompt is empty; the mode is odd"),
         ("generate", "my_top_k is 3", "my_top_k is 3"),
+        ("generate", "graphs[0].max_context is 'many'", "graphs[0].max_context is 'many'"),
         ("profile", "cool_down_s is -1.0; it must", "--cool-down is -1.0; it must"),
         ("bench", "k is 999; a round", "--k is 999; a round"),
         ("simulate", "scenario x: power_cap_w is -1", "scenario x: power_cap_w is -1"),

@@ -72,8 +72,10 @@ def command(
     """Measure this machine with BUNDLE: forwards by width, draft steps, memory, and energy where a meter is.
 
     The profile goes below OUTRIDER_HOME, where it takes the place of an earlier one and wins over the shipped
-    one of the same name; -o writes it elsewhere. Leave the machine alone meanwhile.
+    one of the same name; -o writes it elsewhere. Without -o, later loads of BUNDLE start from these times, as after
+    `doctor --save`. Leave the machine alone meanwhile.
     """
+    from outrider.cli.doctor import save_costs
     from outrider.errors import UsageError
     from outrider.runtime.profiling.calibrate import Plan, measured_profile
     from outrider.targets.device import user_profile_path
@@ -92,16 +94,17 @@ def command(
         found = _measure(pipeline, bundle, Plan(rest, seconds), bar)
     bar.close()
     profile = measured_profile(found, base, cost)
-    path = None
+    path = saved = None
     try:
         path = write_device(profile, output or user_profile_path(base.slug), f"{base.name}; {found.source}.")
+        saved = save_costs(pipeline, found.costs) if output is None else None
     finally:  # a full disk must not cost what was measured
         if as_json_text:
-            print_json({"calibration": found, "profile": path})
+            print_json({"calibration": found, "profile": path, "saved": saved})
         else:
             click.echo(describe(found, profile))
     if not as_json_text:
-        click.echo(f"\nprofile: {path}")
+        click.echo(f"\nprofile: {path}" + (f"\ntimes for later loads: {saved}" if saved else ""))
 
 
 def _base(slug: str) -> Device:

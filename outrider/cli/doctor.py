@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outrider.runtime.doctor import BreakEven, Machine, Telemetry
     from outrider.runtime.pipeline import Pipeline
 
-__all__ = ["command"]
+__all__ = ["command", "save_costs"]
 
 UNITS = {
     "power": "W",
@@ -82,7 +82,7 @@ def command(bundle: Path | None, adb: str | None, save: bool, as_json_text: bool
         resident = held_mb()
         table, saved = break_even(costs), None
         try:
-            saved = _save(pipeline, costs) if save else None
+            saved = save_costs(pipeline, costs) if save else None
         finally:  # a full disk must not cost what was measured
             if as_json_text:
                 found = {"machine": machine, "telemetry": telemetry, "placement": placement}
@@ -95,7 +95,8 @@ def command(bundle: Path | None, adb: str | None, save: bool, as_json_text: bool
         click.echo(f"\nsaved to {saved}")
 
 
-def _save(pipeline: Pipeline, costs: Costs) -> Path:
+def save_costs(pipeline: Pipeline, costs: Costs) -> Path:
+    """Keep measured costs for later loads of this bundle here; returns the file."""
     from outrider.runtime.timing import store_timing, timing_of
 
     assert pipeline.manifest is not None

@@ -29,7 +29,7 @@ def in_options(message: str, command: click.Command) -> str:
     """
     for name, option in _names(command).items():
         plain = re.escape(name) + _UNITS
-        pattern = rf"(?<![-\w]){plain}(?![\w=])" if "_" in name else rf"{_HERE}{plain}{_TOLD}"
+        pattern = rf"(?<![-.\w]){plain}(?![\w=])" if "_" in name else rf"{_HERE}{plain}{_TOLD}"
         message = re.sub(pattern, option, message)
     for phrase, instead in PHRASES.items():
         if any(instead.split()[0] in parameter.opts for parameter in command.params):
