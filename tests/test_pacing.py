@@ -44,6 +44,8 @@ class Monitor:
 class Scripted:
     """A pacer that gives what it is told, round for round; exceptions are raised."""
 
+    rest_w = 0.0
+
     def __init__(self, directives):
         self.directives = iter(directives)
         self.state = State(0.0)
@@ -62,7 +64,7 @@ class Scripted:
     def observe(self, *work):
         self.seen.append(work)
 
-    def poll(self):
+    def follow(self):
         return self.state
 
 
@@ -253,7 +255,7 @@ def test_a_pause_is_bounded_and_slept_in_slices_in_which_the_sensors_are_read():
     pacer = Scripted([Directive(power_w=2.0)] * 50)
     pacer.energy = lambda verify_s: Energy(2.0, dict.fromkeys(verify_s, 1.0))
     polls, naps = [], []
-    pacer.poll = lambda: polls.append(clock())
+    pacer.follow = lambda: polls.append(clock())
     engine = make(pacer, clock)
     engine._governed._sleep = lambda s: (naps.append(s), clock.advance(s))
     list(engine.decode(PROMPT, Request(max_new_tokens=6, k=0)))

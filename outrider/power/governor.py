@@ -26,6 +26,7 @@ from outrider.records import is_real
 
 __all__ = ["BELOW_REST", "Directive", "Governor", "Level", "Policy"]
 
+BURST_SPARE = 2.0  # times the power that is allowed: what allows that much does not feel a burst
 BELOW_REST = "power_cap=below_rest"  # no pause can keep such a cap
 _SAVING = Objective("energy")
 
@@ -79,7 +80,8 @@ class Directive:
     `flags` name what is not as one would wish: "energy=unknown", "telemetry=unknown", "limit=assumed", ...
     `cap_w` is the user's cap, where that is what binds `power_w`: it is to be kept over every ten seconds.
     `time_to_throttle_s` is a prediction at the power of now; None: no limit is being approached. `overlap` False
-    forbids to draft beside a verify forward, which works for nothing at every rejection.
+    forbids to draft beside a verify forward, which works for nothing at every rejection. `burst_s` is how long work may
+    go on without a pause: silicon feels a second, a body does not.
     """
 
     objective: Objective = field(default_factory=Objective)
@@ -95,6 +97,7 @@ class Directive:
     flags: tuple[str, ...] = ()
     reason: str = ""
     overlap: bool = True
+    burst_s: float = 1.0
 
     def limit(self, limits: Limits) -> Limits:
         """The limits, narrowed to these."""
@@ -156,6 +159,7 @@ class Governor:
         self._skin = self._watch(
             "skin_limit_c", self.tuning.assumed_skin_limit_c, self.tuning.skin, skin_model
         )
+        self._watched = ((self._die, self.tuning.die), (self._skin, self.tuning.skin))
         self._touch = TripTouch(_trips_at(device, self._skin.limit_c), self.tuning)
         self._cap = PowerCap(self.policy.power_cap_w, self.tuning)
         self._memory = DraftMemory(self.tuning, draft_mb, target_mb, self.policy.memory_limit_mb)
@@ -335,7 +339,7 @@ class Governor:
         return Directive(
             objective=_SAVING if saving else self._objective,
             level=level,
-            power_w=None if power_w is None else power_w * self._cap.trim,
+            power_w=power_w if power_w is None or power_w != self.policy.power_cap_w else power_w * self._cap.trim,
             cap_w=power_w if power_w == self.policy.power_cap_w else None,
             duty=duty,
             k_max=k_max,
@@ -346,7 +350,14 @@ class Governor:
             flags=self._flags(state, energy),
             reason=self._why,
             overlap=energy_known or level < Level.HOT,
+            burst_s=self._burst_s(power_w),
         )
+
+    def _burst_s(self, power_w: float | None) -> float:
+        """How long work may go on without a pause, by what is near to binding it."""
+        held = [(watch.budget_w, gains.burst_s) for watch, gains in self._watched]
+        near = [s for watts, s in held if watts is not None and watts <= BURST_SPARE * (power_w or 0.0)]
+        return min(near, default=self.tuning.die.burst_s)
 
     def _holds(self) -> bool:
         """Whether a temperature is held by a regulator of its own."""

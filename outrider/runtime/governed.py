@@ -25,7 +25,6 @@ LEAST_CHUNK = 16
 CATCH_UP_SHARE = (
     0.4  # of the target's time for a token of a prompt, that the draft model takes, until measured
 )
-CHUNK_S = 1.0  # under a limit, of a chunk of a prompt
 CHUNK_SHARE = 0.08  # of what the cap allows in a window, that a chunk of a prompt may take
 WINDOW_S = 10.0
 LEAST_WAIT_S = 0.002
@@ -118,9 +117,9 @@ class Governed:
         if self._token_s is None:
             fitting = FIRST_CHUNK
         else:
-            seconds = CHUNK_S
-            if directive.power_w is not None:
-                window_j = directive.power_w * WINDOW_S
+            seconds = directive.burst_s
+            if directive.cap_w is not None:
+                window_j = directive.cap_w * WINDOW_S
                 seconds = min(seconds, CHUNK_SHARE * window_j / max(self._prompt_w(), 1e-3))
             fitting = int(seconds / max(self._token_s, 1e-6))
         fitting = min(most, max(fitting, LEAST_CHUNK))
@@ -189,16 +188,17 @@ class Governed:
             return 0.0
         rest_s = worked_s * (1.0 / directive.duty - 1.0)
         if directive.power_w is not None and (directive.cap_w is None or self._ledger() is None):
-            dynamic_j = worked_s * (self._prompt_w() - self._static_w)
-            spare_w = directive.power_w - self._static_w
-            rest_s = max(rest_s, dynamic_j / spare_w - worked_s if spare_w > 0.0 else LONGEST_PACE_S)
+            excess_j = worked_s * (self._prompt_w() - directive.power_w)
+            spare_w = directive.power_w - self.pacer.rest_w
+            rest_s = max(rest_s, excess_j / spare_w if spare_w > 0.0 else LONGEST_PACE_S)
         return min(rest_s, LONGEST_PACE_S)
 
     def _prompt_w(self) -> float:
-        """Watts while a prompt runs: as measured or by the profile, at least what rounds draw."""
+        """Watts while a prompt runs: as measured or by the profile, else the most that rounds are said to draw."""
         known_w = getattr(self.pacer, "prompt_w", None)
-        rest_w = self.pacer.rest_w if known_w is not None and self.pacer is not None else 0.0
-        return max(self._static_w + self._dynamic_w, rest_w + (known_w or 0.0))
+        if known_w is not None and self.pacer is not None:
+            return float(self.pacer.rest_w + known_w)
+        return self._static_w + self._dynamic_w
 
     def _next(self, tokens: int) -> _Work:
         """What is expected of a chunk of a prompt, or with 1 token of a round like the last."""
@@ -237,7 +237,7 @@ class Governed:
         if self.pacer is None:
             return
         try:
-            self.pacer.poll()
+            self.pacer.follow()
         except Exception as error:
             self._fail(error)
 

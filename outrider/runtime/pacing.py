@@ -25,6 +25,7 @@ CLOCK_CHANGE = 0.05  # of the clock: joules change with it
 ESTIMATE_S = 1.0  # over which estimated power is averaged
 PROMPT_SHARE = 0.5  # of a meter's interval, from which on it tells what prompts draw
 CLOCK_HOLD_S = 5.0  # between two changes that are heeded
+FOLLOW_S = 1.0  # in a pause, between two looks of the governor
 
 
 class Telemetry(Protocol):
@@ -100,6 +101,8 @@ class Pacer:
         self._unmetered = unmetered if clock is not None else None
         self._estimated = False  # whether power is an estimate of this pacer
         self._looked_s = float("-inf")
+        self._costs: Costs | None = None  # of the last question
+        self._decided_s = float("-inf")
         self.ledger = Ledger() if clock is not None else None
         self.prompt_w: float | None = None  # beyond static power, as the meter shows it; None: unknown
         self._chunk_w = 0.0  # the estimate of the last one
@@ -119,9 +122,16 @@ class Pacer:
         """What the next round must respect."""
         state = self.poll()
         directive = self.governor.decide(state, costs)
+        self._costs, self._decided_s = costs, state.time_s
         if self.log is not None:
             self.log.add(state, costs, directive)
         return directive
+
+    def follow(self) -> None:
+        """Let the governor see a pause too: it would take the power at its end for that of all the time before."""
+        state = self.poll()
+        if self._costs is not None and state.time_s - self._decided_s >= FOLLOW_S:
+            self.directive(self._costs)
 
     def energy(self, verify_s: Mapping[int, float]) -> Energy | None:
         """Joules of rounds of any width up to 16, and of those measured; None where nothing tells them."""
