@@ -165,6 +165,11 @@ def test_a_container_s_own_events_and_pressure_are_at_its_mount(board: Board, ow
 def test_version_1_counts_failed_charges_and_has_no_pressure_of_its_own(board: Board) -> None:
     board.add(memory("4:cpu,memory:/job") | {f"{V1}/job/memory.failcnt": 2, f"{V1}/memory.failcnt": 5})
     assert events(board) == 7
+    board.add({f"{V1}/job/memory.memsw.failcnt": 4})  # with the same limit it is the one that is reached
+    assert events(board) == 11
+    for name in ("job/memory.failcnt", "job/memory.memsw.failcnt", "memory.failcnt"):
+        board.break_file(f"{V1}/{name}", errno.EACCES)
+    assert "/job/memory.failcnt: permission denied" in str(events(board))
     readings = only(Memory.find(board.system)).read()
     assert "no memory.pressure" in reasons(readings, "memory_pressure")["memory:cgroup"]
 

@@ -19,6 +19,7 @@ _NO_LIMIT = 2**60
 """Version 1 shows no limit as the largest page-aligned number."""
 _FILE_PAGES = ("active_file", "inactive_file")
 _FULL = re.compile(r"^full avg10=([0-9.]+)", re.MULTILINE)
+_FAILURES = ("memory.failcnt", "memory.memsw.failcnt")  # the second, with swap, stays 0 on Linux 6.18
 _EVENT = re.compile(r"^(?:high|max) ([0-9]+)$", re.MULTILINE)
 
 
@@ -88,8 +89,8 @@ def _limit(system: System, folder: Path) -> Limit | None:
 def reached(system: System, cgroups: Sequence[Sequence[Path]]) -> Figure:
     """How often the limits of this process's cgroups were reached since these were made, all levels together.
 
-    Version 2 counts `high` and `max`, version 1 `memory.failcnt`. What other cgroups below the same limit did to limits
-    of their own is not in it: above the process's own level only `memory.events.local` counts (Linux 5.2 has it).
+    Version 2 counts `high` and `max`, version 1 what failed at a limit. What other cgroups below the same limit did to
+    limits of their own is not in it: above the process's own level only `memory.events.local` counts (Linux 5.2).
     """
     total, why = None, ""
     for folders in cgroups:
@@ -113,8 +114,9 @@ def _events(system: System, folder: Path, *, own: bool) -> Figure:
             if text is not None and not counts:
                 reason = f"{shown(system, path)} holds {text[:40]!r}, without counts of high and max"
             return (float(sum(map(int, counts))), "") if counts else (None, reason)
-    failures = folder / "memory.failcnt"
-    return read_number(system, failures) if failures.exists() else (None, "")
+    failures = [read_number(system, path) for name in _FAILURES if (path := folder / name).exists()]
+    known = [count for count, _ in failures if count is not None]
+    return (sum(known), "") if known else (None, "".join(reason for _, reason in failures[:1]))
 
 
 def stalls(system: System, cgroups: Sequence[Sequence[Path]]) -> Figure:
@@ -122,10 +124,7 @@ def stalls(system: System, cgroups: Sequence[Sequence[Path]]) -> Figure:
     own = (folders[0] / "memory.pressure" for folders in cgroups)
     path = next((path for path in own if path.exists()), None)
     if path is None:
-        return (
-            None,
-            "the cgroup of this process has no memory.pressure (version 1, or a kernel without psi=1)",
-        )
+        return None, "the cgroup of this process has no memory.pressure (version 1, or Linux without psi=1)"
     text, reason = try_text(system, path)
     return (None, reason) if text is None else full_stalls(system, path, text)
 
