@@ -195,6 +195,23 @@ def depths(parents: list[int]) -> np.ndarray:
     return np.array([len(path_to(parents, node)) - 1 for node in range(len(parents))])
 
 
+def check_rows_come_back(graph: Any) -> None:
+    """What was put aside of a cache is there again bit for bit, whatever ran in its place."""
+    graph.forward([1, 2, 3, 4, 5])
+    graph.commit(range(5))
+    expected = graph.forward([7]).logits.copy()
+    assert graph.keeps_rows
+    kept = graph.keep(2)
+    graph.truncate(2)
+    graph.forward([9, 9, 9, 9])
+    graph.commit(range(4))
+    assert not np.array_equal(graph.forward([7]).logits, expected)
+    graph.truncate(2)
+    graph.bring_back(kept)
+    assert graph.length == 5
+    np.testing.assert_array_equal(graph.forward([7]).logits, expected)
+
+
 def check_decoding(graph: Any, reference: Callable[[list[int]], np.ndarray], tolerance: float) -> None:
     """Drive a graph through prefill, decoding, trees, rollback and path commits; compare with plain forwards.
 

@@ -69,6 +69,9 @@ def test_a_cache_that_cannot_be_reached_is_rolled_back_by_running_the_path_again
     model = tiny_pte(*LLAMA).model
     graph = load(LLAMA, **without_names(LLAMA))
     assert graph._runner._cache[0] is None
+    assert not graph.keeps_rows
+    with pytest.raises(BackendError, match="out of reach: ExecuTorch holds it"):
+        graph.keep(0)
     families.check_decoding(graph, lambda tokens: families.reference_logits(model, tokens), 1e-4)
 
 
@@ -83,6 +86,11 @@ def test_the_shim_reaches_the_cache_by_the_names_that_the_export_gives() -> None
     graph = load(LLAMA)
     assert all(part is not None for part in graph._runner._cache)
     assert len(graph._runner._cache) == 2 * graph.meta.layers
+
+
+@EVERY
+def test_rows_that_were_put_aside_come_back_bit_for_bit(made: tuple[Any, ...]) -> None:
+    families.check_rows_come_back(load(made))
 
 
 @EVERY

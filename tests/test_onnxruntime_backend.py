@@ -197,18 +197,7 @@ def test_rows_that_were_put_aside_come_back_bit_for_bit(
     export: Callable[..., GraphReport], profile: str
 ) -> None:
     graph = load(export("llama", profile))
-    graph.forward([1, 2, 3, 4, 5])
-    graph.commit(range(5))
-    expected = graph.forward([7]).logits.copy()
-    kept = graph.keep(2)
-    graph.truncate(2)
-    graph.forward([9, 9, 9, 9])
-    graph.commit(range(4))
-    assert not np.array_equal(graph.forward([7]).logits, expected)
-    graph.truncate(2)
-    graph.bring_back(kept)
-    assert graph.length == 5
-    np.testing.assert_array_equal(graph.forward([7]).logits, expected)
+    families.check_rows_come_back(graph)
     with pytest.raises(ValueError, match="holds 5 tokens"):
         graph.keep(6)
     with pytest.raises(ValueError, match="not what `keep`"):
@@ -307,12 +296,16 @@ def test_missing_damaged_and_unknown_are_backend_errors(
         OnnxGraph.load(report.path, {**report.meta, "profile": "state"})
 
 
-def test_a_closed_graph_says_so_closes_twice_and_lets_go_of_its_cache(
-    export: Callable[..., GraphReport],
+def test_a_graph_says_so_in_a_fork_and_when_it_is_closed_closes_twice_and_lets_go_of_its_cache(
+    export: Callable[..., GraphReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for profile in PROFILES:
         graph = load(export("llama", profile))
         graph.forward([1])
+        with monkeypatch.context() as child:
+            child.setattr("outrider.targets.cached_graph.os.getpid", lambda: -1)
+            with pytest.raises(BackendError, match="opened before a fork"):
+                graph.forward([1])
         cache = weakref.ref(graph._runner.cache)  # type: ignore[attr-defined]
         graph.close()
         graph.close()

@@ -181,6 +181,10 @@ def test_a_forward_moves_nothing_and_uncommitted_rows_vanish(load: Callable[...,
         graph.commit([0])
 
 
+def test_rows_that_were_put_aside_come_back_bit_for_bit(load: Callable[..., NpuGraph]) -> None:
+    families.check_rows_come_back(load())
+
+
 def test_a_tree_on_an_empty_cache_and_a_forest_of_two_roots_keep_their_paths_apart(
     load: Callable[..., NpuGraph], toy: npu_toy.FloatModel
 ) -> None:

@@ -17,6 +17,7 @@ from outrider.targets.model_cost import TARGET_COST, ModelCost, model_cost
 from outrider.targets.physics import Work, dynamic_power, roofline_time, stored_heat
 from outrider.targets.scenario import Event
 from outrider.targets.simulated import SimulatedGraph, perturbed
+from outrider.targets.trace_model import Stage, TraceTarget
 from tests.simulated_rig import PHONE, PI, STEP, Rig, machine
 
 
@@ -241,3 +242,18 @@ def test_speculation_pays_where_drafts_are_right_and_not_where_they_are_wrong() 
 
     assert tokens("edit", 4) > 1.2 * tokens("edit", 0)
     assert tokens("prose", 4) < tokens("prose", 0)
+
+
+def test_rows_that_are_put_aside_come_back_in_the_time_of_a_copy() -> None:
+    m, kv_bytes = machine(PHONE), 24_576.0
+    graph = SimulatedGraph(FakeGraph(7), m, ModelCost(1e6, 1e6, kv_bytes))
+    graph.forward([1, 2, 3, 4])
+    graph.commit(range(4))
+    begin = m.clock()
+    kept = graph.keep(1)
+    graph.truncate(1)
+    graph.bring_back(kept)
+    assert graph.length == 4
+    moved = 2 * 2 * 3 * kv_bytes  # read and written, out and back
+    assert m.clock() - begin == pytest.approx(moved / (0.8e9 * m.device.memory.peak_gb_s))
+    assert not SimulatedGraph(TraceTarget(Stage()), m, ModelCost(1e6, 1e6)).keeps_rows

@@ -5,12 +5,12 @@ A backend brings a `Runner`, which knows buffers and one library; `CachedGraph` 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.contracts import BoolArray, Float32Array, IntArray, LogitsRequest, Output, TopK, TopRows
 from outrider.errors import BackendError, ContextError
@@ -56,13 +56,15 @@ class TopRunner(Runner, Protocol):
 
 @runtime_checkable
 class RowRunner(Protocol):
-    """A runner whose cache is in reach: rows of it can be put aside."""
+    """A runner whose cache is in reach, where `in_reach` says so: rows of it can be put aside."""
 
-    def rows(self, start: int, end: int) -> NDArray[Any]:
-        """A copy of these rows of the cache."""
+    in_reach: bool
+
+    def rows(self, start: int, end: int) -> Any:
+        """A copy of these rows of the cache, as it keeps them."""
         ...
 
-    def put(self, start: int, rows: NDArray[Any]) -> None:
+    def put(self, start: int, rows: Any) -> None:
         """Write them back."""
         ...
 
@@ -71,7 +73,7 @@ class RowRunner(Protocol):
 class _KeptRows:
     start: int
     positions: IntArray  # [n]
-    rows: NDArray[Any]
+    rows: Any
 
 
 class CachedGraph:
@@ -86,6 +88,7 @@ class CachedGraph:
         self.widths, self.hidden_layers = meta.widths, meta.hidden_layers
         self.top = int(getattr(runner, "top", 0))  # a `TopK` up to this is cheaper than the rows
         self._closed = False
+        self._process = os.getpid()
         self._length = 0
         self._pending = 0  # rows of the last forward that can still be committed
         self._positions = np.zeros(meta.max_context, np.int64)  # of committed rows, then of pending ones
@@ -161,11 +164,11 @@ class CachedGraph:
     @property
     def keeps_rows(self) -> bool:
         """Whether its cache is in reach of `keep`."""
-        return isinstance(self._runner, RowRunner)
+        return isinstance(self._runner, RowRunner) and self._runner.in_reach
 
     def keep(self, start: int) -> object:
         """A copy of the committed rows from `start` on, for `bring_back`. Raises BackendError where there is no way."""
-        if not isinstance(self._runner, RowRunner):
+        if not isinstance(self._runner, RowRunner) or not self._runner.in_reach:
             raise BackendError(f"the cache of this graph is out of reach: {self.library} holds it")
         if not 0 <= start <= self._length:
             raise ValueError(f"cannot keep rows from {start}: the cache holds {self._length} tokens")
@@ -195,6 +198,8 @@ class CachedGraph:
     ) -> None:
         if self._closed:
             raise BackendError("the graph is closed")
+        if self._process != os.getpid():  # the library's threads stayed behind: a forward would wait for ever
+            raise BackendError("the graph was opened before a fork; open it again in this process")
         if S < 1:
             raise ValueError("a forward needs at least one token")
         if self.widths is not None and max(self.widths) < S:

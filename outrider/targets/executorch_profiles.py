@@ -68,6 +68,7 @@ class BufferRunner:
         names = options.get("cache", [f"{part}_{n}" for n in range(meta.layers) for part in ("key", "value")])
         self._cache = [program.buffer(self.METHOD, name) for name in names]  # each [1, G, M, d] or None
         self._check_cache()
+        self.in_reach = all(part is not None for part in self._cache)
         self._last: tuple[IntArray, IntArray, BoolArray | None] | None = None
 
     def run(
@@ -103,12 +104,23 @@ class BufferRunner:
         """Move the kept rows together; where the cache cannot be reached, run the kept path again."""
         if np.array_equal(rows, np.arange(len(rows))):
             return
-        if any(part is None for part in self._cache):
+        if not self.in_reach:
             self._run_again(length, rows)
             return
-        for part in self._cache:
-            assert part is not None
+        for part in self._parts():
             part[:, :, length : length + len(rows)] = part[:, :, length + rows]
+
+    def _parts(self) -> list[Float32Array]:
+        return [part for part in self._cache if part is not None]
+
+    def rows(self, start: int, end: int) -> list[Float32Array]:
+        """A copy of these rows of every key and value, each [1, G, n, d]."""
+        return [part[:, :, start:end].copy() for part in self._parts()]
+
+    def put(self, start: int, rows: list[Float32Array]) -> None:
+        """Write them back."""
+        for part, kept in zip(self._parts(), rows, strict=True):
+            part[:, :, start : start + kept.shape[2]] = kept
 
     def _run_again(self, length: int, rows: IntArray) -> None:
         """Whole paths give the same rows when they are alone; other selections would not."""
@@ -130,6 +142,8 @@ class BufferRunner:
 
 class SplitRunner:
     """Runs the method of the smallest width that holds the tokens, over a cache that the host keeps."""
+
+    in_reach = True
 
     def __init__(self, meta: GraphMeta, options: Mapping[str, Any], program: Program) -> None:
         self.meta, self.program = meta, program
@@ -176,6 +190,14 @@ class SplitRunner:
         """Copy the kept rows into the cache."""
         for past, present in zip(self.cache, self._present, strict=True):
             past[:, :, length : length + len(rows)] = present[:, :, rows]
+
+    def rows(self, start: int, end: int) -> Float32Array:
+        """A copy of these rows of the cache, [2 L, 1, G, n, d]."""
+        return self.cache[:, :, :, start:end].copy()
+
+    def put(self, start: int, rows: Float32Array) -> None:
+        """Write them back."""
+        self.cache[:, :, :, start : start + rows.shape[3]] = rows
 
     def close(self) -> None:
         """Let go of the program and the cache."""

@@ -209,3 +209,16 @@ class KvCache:
             cache[..., length:end] = present[..., rows]
         for cache, present in zip(self.values, present_values, strict=True):
             cache[..., length:end, :] = present[..., rows, :]
+
+    def rows(self, start: int, end: int) -> list[IntegerArray]:
+        """Copies of these rows of every layer's keys, then of its values."""
+        keys = [cache[..., start:end].copy() for cache in self.keys]
+        return keys + [cache[..., start:end, :].copy() for cache in self.values]
+
+    def put(self, start: int, rows: list[IntegerArray]) -> None:
+        """Write them back."""
+        end = start + rows[0].shape[-1]
+        for cache, kept in zip(self.keys, rows, strict=False):
+            cache[..., start:end] = kept
+        for cache, kept in zip(self.values, rows[len(self.keys) :], strict=True):
+            cache[..., start:end, :] = kept

@@ -45,6 +45,8 @@ class Buffers:
 class InplaceRunner:
     """Runs GroupQueryAttention graphs through one IO binding whose cache buffers stay bound."""
 
+    in_reach = True
+
     def __init__(self, meta: GraphMeta, sessions: Sessions) -> None:
         self.meta, self.buffers, self.cache = meta, Buffers(), empty_cache(meta, meta.max_context + PADDING)
         self.session = sessions.get(None)
@@ -149,6 +151,8 @@ class InplaceRunner:
 
 class SplitRunner:
     """Runs graphs that read a cache of static length and return only the new rows."""
+
+    in_reach = True
 
     def __init__(self, meta: GraphMeta, sessions: Sessions) -> None:
         self.meta, self.sessions, self.buffers = meta, sessions, Buffers()

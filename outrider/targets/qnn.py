@@ -284,6 +284,8 @@ class NpuSessions:
 class NpuRunner:
     """Feeds the graphs and keeps the cache. Rows beyond what a run returns are got by running again."""
 
+    in_reach = True
+
     def __init__(self, meta: NpuMeta, sessions: NpuSessions, embedding: EmbeddingTable) -> None:
         self.meta, self.sessions, self.embedding = meta, sessions, embedding
         g = meta.graph
@@ -362,6 +364,14 @@ class NpuRunner:
         if len(rows):
             keys = [self._last[f"present_key_{layer}"] for layer in layers]
             self.cache.commit(length, rows, keys, [self._last[f"present_value_{layer}"] for layer in layers])
+
+    def rows(self, start: int, end: int) -> list[NDArray[Any]]:
+        """Copies of these rows of the cache."""
+        return self.cache.rows(start, end)
+
+    def put(self, start: int, rows: list[NDArray[Any]]) -> None:
+        """Write them back."""
+        self.cache.put(start, rows)
 
     def close(self) -> None:
         """Release bindings, sessions and buffers."""

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from outrider.contracts import (
     BoolArray,
@@ -212,6 +212,12 @@ class Machine:
         self.catch_up()
         self.lanes.run(_Wait(self.clock() + megabytes / LOAD_MB_PER_S, self.static_w))
 
+    def copy(self, nbytes: float) -> None:
+        """Copy so much within memory, on behalf of a thread that waits: nothing is launched."""
+        self.catch_up()
+        moved_s = 2.0 * nbytes / (DRAM_SHARE * 1e9 * self.device.memory.peak_gb_s)
+        self.lanes.run(_Wait(self.clock() + moved_s, self.static_w))
+
     def release(self, name: str) -> None:
         """Give back what `name` holds; nothing happens when it holds nothing."""
         self._held.pop(name, None)
@@ -390,6 +396,23 @@ class SimulatedGraph:
     def truncate(self, length: int) -> None:
         """Forget everything from position `length` on."""
         self.inner.truncate(length)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the real graph can hand out rows of its cache."""
+        return bool(getattr(self.inner, "keeps_rows", False))
+
+    def keep(self, start: int) -> object:
+        """A copy of the real graph's rows from `start` on, in the time that the device takes to copy its own."""
+        self.machine.copy(self.cost.kv_bytes * (self.length - start))
+        kept: object = cast(Any, self.inner).keep(start)
+        return kept
+
+    def bring_back(self, kept: object) -> None:
+        """Commit what `keep` returned again."""
+        before = self.length
+        cast(Any, self.inner).bring_back(kept)
+        self.machine.copy(self.cost.kv_bytes * (self.length - before))
 
     def close(self) -> None:
         """Close the real graph."""
