@@ -150,3 +150,22 @@ def test_rows_that_were_kept_come_back_where_they_were_and_nowhere_else():
     for start in (-1, 5):
         with pytest.raises(ValueError, match="holds 4 tokens"):
             fake.keep(start)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1, 2**32, 2**40])
+def test_a_random_model_of_all_tokens_is_fixed_by_seed_and_context(seed):
+    for context in [(), (0,), (5, 0, 299), tuple(range(40))]:
+        row = random_logits(5, seed, order=None, scale=1.0)(context)
+        rng = np.random.default_rng([seed, *(token + 1 for token in context)])
+        np.testing.assert_array_equal(row, rng.standard_normal(5, dtype=np.float32))
+
+
+def test_what_followed_a_hole_is_right_again_once_the_hole_is_cut_off():
+    model = graph()
+    model.forward([1, 2])
+    model.commit([0, 1])
+    model.forward([3], positions=np.array([5]))
+    model.commit([0])
+    assert not np.array_equal(model.forward([4], logits="last").logits[0], last_row([1, 2, 3, 4]))
+    model.truncate(2)
+    np.testing.assert_array_equal(model.forward([4], logits="last").logits[0], last_row([1, 2, 4]))

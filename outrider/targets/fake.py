@@ -92,11 +92,18 @@ def random_logits(
             row: Float32Array = bank[_digest(key, seed) % _BANK_ROWS]
             return row
         if key not in cache:
-            rng = np.random.default_rng([seed, *(token + 1 for token in key)])
+            rng = _generator(seed, key)
             cache[key] = np.float32(scale) * rng.standard_normal(vocab_size, dtype=np.float32)
         return cache[key]
 
     return logits
+
+
+def _generator(seed: int, key: tuple[int, ...]) -> np.random.Generator:
+    """`np.random.default_rng([seed, *(token + 1 for token in key)])`, without its millisecond for a long key."""
+    words = np.array((0, *key), np.int64) + 1
+    words[0] = seed
+    return np.random.default_rng(words.astype(np.uint32) if seed < 2**32 else words.tolist())
 
 
 def blend_logits(first: LogitsFunction, second: LogitsFunction, share: float) -> LogitsFunction:
@@ -147,6 +154,7 @@ class FakeGraph:
         self._logits = logits or random_logits(vocab_size, seed, order, scale)
         self._costs_s = dict(costs_s or {})
         self._kv: list[tuple[int, int]] = []  # (token, position), committed
+        self._prefix: tuple[int, ...] | None = ()  # their tokens, while every position is that of its row
         self._fresh: list[tuple[int, int]] = []  # rows of the last forward
 
     @property
@@ -189,14 +197,19 @@ class FakeGraph:
 
     def commit(self, rows: Sequence[int] | IntArray) -> None:
         """Keep these rows of the last forward, in this order."""
-        self._kv.extend([self._fresh[int(row)] for row in rows])
-        self._fresh = []
+        self._append([self._fresh[int(row)] for row in rows])
 
     def truncate(self, length: int) -> None:
         """Forget everything from position `length` on."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate {self.length} tokens to {length}")
         del self._kv[length:]
+        prefix, self._prefix = self._prefix, ()
+        if prefix is None:
+            kept, self._kv = self._kv, []
+            self._append(kept)
+        else:
+            self._prefix = prefix[:length]
         self._fresh = []
 
     keeps_rows = True
@@ -211,8 +224,7 @@ class FakeGraph:
         """Commit what `keep` returned again, behind the same pairs as it was."""
         match kept:
             case (int(start), list(pairs)) if start == self.length:
-                self._kv.extend(pairs)
-                self._fresh = []
+                self._append(pairs)
             case (int(start), list()):
                 raise ValueError(
                     f"rows kept from {start} on do not follow the {self.length} that the cache holds"
@@ -236,9 +248,20 @@ class FakeGraph:
         if not set(hidden) <= set(self.hidden_layers):
             raise ValueError(f"hidden layers {hidden}: this graph has {self.hidden_layers}")
 
+    def _append(self, pairs: list[tuple[int, int]]) -> None:
+        straight = [place for _, place in pairs] == list(range(self.length, self.length + len(pairs)))
+        if self._prefix is not None:
+            self._prefix = (*self._prefix, *(token for token, _ in pairs)) if straight else None
+        self._kv.extend(pairs)
+        self._fresh = []
+
     def _view(self, row: int, visible: BoolArray) -> tuple[int, ...]:
         """The tokens that a row sees, by position; a hole or a repeated position changes them."""
-        seen = self._kv + [entry for entry, sees in zip(self._fresh, visible[row], strict=True) if sees]
+        fresh = [entry for entry, sees in zip(self._fresh, visible[row], strict=True) if sees]
+        straight = [place for _, place in fresh] == list(range(self.length, self.length + len(fresh)))
+        if straight and self._prefix is not None:  # the usual case, whose time does not grow with the text
+            return (*self._prefix, *(token for token, _ in fresh))
+        seen = self._kv + fresh
         ordered = sorted(seen, key=lambda entry: entry[1])
         wrong = any(place != index for index, (_, place) in enumerate(ordered))
         tokens = tuple(token for token, _ in ordered)
