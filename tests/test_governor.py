@@ -216,6 +216,16 @@ def test_a_power_cap_is_passed_on_and_the_measured_mean_corrects_it():
     assert over[-1].power_w < 3.7
 
 
+@pytest.mark.parametrize(("die_c", "skin_c", "gains"), [(50.0, 42.9, TUNING.skin), (94.5, 30.0, TUNING.die)])
+def test_work_may_go_on_for_longer_where_only_a_slow_body_limits_it(die_c, skin_c, gains):
+    governor = Governor(Policy(), Board(temp_limit_c=95.0, skin_limit_c=43.0))
+    told = run(
+        governor, [State(float(i), die_c=die_c, skin_c=skin_c, power_w=5.0) for i in range(20)], JOULES
+    )
+    assert told[-1].burst_s == gains.burst_s
+    assert TUNING.skin.burst_s > TUNING.die.burst_s
+
+
 def test_a_power_cap_without_energy_figures_becomes_a_duty():
     governor = Governor(Policy(power_cap_w=4.0))
     duty, power = 1.0, []

@@ -250,6 +250,36 @@ def test_the_prompt_is_paced_between_its_chunks():
     assert part.stats.paced_s == 0.0
 
 
+def test_a_prompt_rests_by_what_a_pause_draws_and_by_what_the_meter_says_of_prompts():
+    """3 W while it runs, 1 W in a pause, 2 W allowed: as much rest as work, whatever rounds and waking draw."""
+    clock = VirtualClock()
+    pacer = Scripted([Directive(power_w=2.0)] * 100)
+    pacer.rest_w, pacer.prompt_w = 1.0, 2.0
+    pacer.energy = lambda verify_s: Energy(1.8, {w: 8.0 * s for w, s in verify_s.items()}, idle_w=1.0)
+    engine = make(pacer, clock, prefill_chunk=16)
+    part = next(engine.decode([token % VOCAB for token in range(64)], Request(max_new_tokens=4, k=0)))
+    worked = sum(np.interp(16, list(COSTS_S), list(COSTS_S.values())) for _ in range(4))
+    assert part.stats.ttft_s == pytest.approx(worked + 3 * worked / 4)
+
+
+def test_the_governor_sees_a_pause_every_second():
+    clock, seen = VirtualClock(), []
+
+    class Watcher(Governor):
+        def decide(self, state, costs=None):
+            seen.append(state.time_s)
+            return super().decide(state, costs)
+
+    pacer = Pacer(Monitor(clock), Watcher(), None, None, clock)
+    pacer.follow()
+    assert seen == [], "nothing was asked yet"
+    pacer.directive(Costs({1: 0.1}))
+    for _ in range(20):
+        clock.advance(0.25)
+        pacer.follow()
+    assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
 def test_a_pause_is_bounded_and_slept_in_slices_in_which_the_sensors_are_read():
     clock = VirtualClock()
     pacer = Scripted([Directive(power_w=2.0)] * 50)

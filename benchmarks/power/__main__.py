@@ -4,6 +4,7 @@
     python -m benchmarks.power --json             # {"scenarios": [...]}, one record each
     python -m benchmarks.power --only tensor-g4   # scenarios whose name holds this
     python -m benchmarks.power --specimen 1       # the same scenarios on other specimens, which nobody tuned for
+    python -m benchmarks.power -o kept.jsonl      # each record is kept as it comes, and not run again next time
     python -m benchmarks.power --phone            # twenty minutes on a phone against every fixed k
 
 Everything is simulated: no device was measured. Acceptance is real: `data/acceptance.jsonl` was recorded with
@@ -19,9 +20,8 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from benchmarks.power.oracle import oracle
@@ -64,6 +64,7 @@ class Score:
     over_cap: float
     level_changes_per_minute: float
     limits_can_be_held: bool
+    seed: int = 0  # of the specimen
     simulated: bool = True
 
 
@@ -102,7 +103,25 @@ def judge(scenario: Scenario, texts: Sequence[TraceText]) -> Score:
         over_cap=governed.cap_violation,
         level_changes_per_minute=60.0 * governed.level_changes / scenario.duration_s,
         limits_can_be_held=best.feasible,
+        seed=scenario.seed,
     )
+
+
+def judge_all(
+    scenarios: Sequence[Scenario], texts: Sequence[TraceText], jobs: int, kept: Path | None
+) -> list[Score]:
+    """Every scenario's score, in order; those that the file holds are not run, and new ones go there as they come."""
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept is not None and kept.exists() else []
+    known = {(score.name, score.seed): score for score in (Score(**json.loads(line)) for line in lines)}
+    left = [scenario for scenario in scenarios if (scenario.name, scenario.seed) not in known]
+    with ProcessPoolExecutor(jobs) as pool:
+        for done in as_completed(pool.submit(judge, scenario, texts) for scenario in left):
+            score = done.result()
+            known[score.name, score.seed] = score
+            if kept is not None:
+                with kept.open("a", encoding="utf-8") as file:
+                    print(json.dumps(as_json(score)), file=file)
+    return [known[scenario.name, scenario.seed] for scenario in scenarios]
 
 
 def _over(scenario: Scenario, die_c: float, case_c: float) -> float:
@@ -203,6 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--phone", action="store_true", help="only the twenty minutes on a phone")
     parser.add_argument("--acceptance", type=Path, default=ACCEPTANCE)
     parser.add_argument("--specimen", type=int, default=0, help="added to every seed")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="JSON lines: what it holds is not run, what comes is added"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args(arguments)
     texts = read_acceptance(options.acceptance)
@@ -213,8 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not chosen:
         parser.error(f"no scenario's name holds {options.only!r}")
     chosen = [replace(scenario, seed=scenario.seed + options.specimen) for scenario in chosen]
-    with ProcessPoolExecutor(options.jobs) as pool:
-        scores = list(pool.map(partial(judge, texts=texts), chosen))
+    scores = judge_all(chosen, texts, options.jobs, options.output)
     print(
         json.dumps({"scenarios": [as_json(score) for score in scores]}, indent=1)
         if options.json
