@@ -346,12 +346,14 @@ def test_a_process_that_grows_close_to_its_limit_gives_the_draft_up_until_there_
     assert governor.decide(State(0.0, memory_resident_mb=970.0), TIMES).draft_loaded
     near = governor.decide(State(1.0, memory_resident_mb=971.0), TIMES)
     assert "memory=near_limit" in near.flags
-    not_yet = [State(2.0 + i, memory_resident_mb=741.0) for i in range(60)]
+    silent = [State(1.5 + 0.01 * i) for i in range(10)] + [State(41.5)]
+    assert not any(d.draft_loaded for d in run(governor, silent))
+    not_yet = [State(42.0 + i, memory_resident_mb=741.0) for i in range(60)]
     assert not any(
         d.draft_loaded for d in run(governor, not_yet)
     )  # with it 941 of 1000, and 3 % are not to spare twice
     back = [
-        d.draft_loaded for d in run(governor, [State(62.0 + i, memory_resident_mb=740.0) for i in range(40)])
+        d.draft_loaded for d in run(governor, [State(102.0 + i, memory_resident_mb=740.0) for i in range(40)])
     ]
     assert back.index(True) == TUNING.memory_return_s
 
