@@ -677,6 +677,27 @@ def test_a_simulation_with_threads_has_one_outcome() -> None:
     assert next(iter(outcomes))[0] < clock()
 
 
+def test_what_a_thread_sees_of_a_verdict_at_the_same_moment_is_not_the_scheduler_s_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draft step is longer than the verify: the verdict comes when the guess does, and cancels what follows it."""
+    from outrider.runtime.overlap import _Piece
+
+    original, outcomes = _Piece._tell, []
+    for late_s in (0.0, 0.01):
+
+        def tell(piece: _Piece, timeline: Any, late_s: float = late_s) -> None:
+            original(piece, timeline)
+            time.sleep(late_s)
+
+        monkeypatch.setattr(_Piece, "_tell", tell)
+        made, clock = timed(1.5, 1.0, 0.8)
+        rounds = list(made.decode(PROMPT, overlapped(30)))
+        outcomes.append((clock(), rounds[-1].stats.ahead_steps))
+    assert rounds[-1].stats.guesses > rounds[-1].stats.guesses_held > 0
+    assert outcomes[0] == outcomes[1]
+
+
 QWEN = Costs({1: 0.073, 2: 0.089, 3: 0.115, 4: 0.134, 5: 0.162}, {"d": 0.024})  # bare graphs, a core each
 
 

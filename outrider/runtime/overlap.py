@@ -71,7 +71,7 @@ class Timeline(Protocol):
         ...
 
     def notify(self) -> None:
-        """What another thread waits for may hold now."""
+        """What another thread waits for may hold now; that one goes on first."""
         ...
 
 
@@ -133,7 +133,7 @@ class _Piece:
             self.error = error
         self.seconds = clock() - begin
         self.guessed = self.finished = True
-        self._tell(timeline)
+        self.wake.put(None)  # and the timeline learns that its thread has ended
 
     def _correct(self, after: Generator[Correction | int, None, None], clock: Clock, begin: float) -> None:
         """Draft behind a correction, while whole steps fit into the time that is left."""

@@ -47,9 +47,14 @@ class Lanes(Generic[Job]):
             self._drive()
 
     def notify(self) -> None:
-        """What another thread waits for may hold now."""
+        """What another thread waits for may hold now; then that one goes on first, until it waits for time again.
+
+        Or the scheduler would decide what this thread sees of what that one does at the same moment.
+        """
         with self._changed:
             self._changed.notify_all()
+            while self._running > 1 or any(ready() for ready in self._waiting):
+                self._changed.wait()
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Let time pass until this holds, by another thread's doing."""
