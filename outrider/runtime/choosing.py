@@ -34,13 +34,13 @@ class Choosing:
         clock: Clock,
     ) -> None:
         self.apart = frozenset(apart)
+        self._able = {name for name, drafter in drafters.items() if can_overlap(drafter)}
         self._drafters, self._widest, self._ahead = drafters, widest, ahead
         self._catching_up = CatchingUp(drafters, governed, clock, ahead.drop)
 
     def overlapping(self, request: Request) -> frozenset[str]:
         """The drafters that may draft beside a verify forward, by what they can and what the request says."""
-        able = {name for name, drafter in self._drafters.items() if can_overlap(drafter)}
-        able &= {request.drafter} if request.drafter else able
+        able = self._able & ({request.drafter} if request.drafter else self._able)
         if request.drafting == "auto":
             able &= self.apart
         return frozenset(able if request.drafting != "serial" else ())

@@ -88,6 +88,7 @@ class ModelDrafter:
         if vocab_ids is not None and len(vocab_ids) != graph.vocab_size:
             raise UsageError(f"{len(vocab_ids)} vocab_ids for a graph with {graph.vocab_size} logits")
         self._graph: Graph | None = graph
+        self._can_keep = isinstance(graph, KeepsRows)  # a protocol's check takes longer than all else that a round asks
         self._reopen = reopen
         columns = graph.vocab_size if vocab_ids is None else int(vocab_ids[-1]) + 1
         self.known_ids = known_ids or columns
@@ -192,7 +193,7 @@ class ModelDrafter:
 
         Where everything that `assume` went by came true, its tokens are the first: the same that are drafted now.
         """
-        self._proposed, chain = None, self._come_true(context, sampling, k)
+        self._proposed, chain = None, self._come_true(context, sampling)
         if chain is None:
             self._begin(context, sampling, k)
             chain = _Chain(len(context), list(context[self._start + len(self._cached) :]), rng)
@@ -241,7 +242,7 @@ class ModelDrafter:
     @property
     def corrects(self) -> bool:
         """Whether it can draft behind a correction: that needs a graph whose rows can be put aside."""
-        return isinstance(self._graph, KeepsRows) and self._graph.keeps_rows
+        return self._graph is not None and self._can_keep and cast(KeepsRows, self._graph).keeps_rows
 
     def correct(self, k: int) -> Generator[Correction | int, None, None]:
         """Draft behind the likeliest correction of the last proposal, or of the guess after it.
@@ -329,12 +330,11 @@ class ModelDrafter:
             for token in reversed(pushed):
                 processor.pop(token)
 
-    def _come_true(self, context: Sequence[int], sampling: Sampling, k: int) -> _Chain | None:
-        """The chain that was drafted ahead, if the context is the one assumed and the window need not slide."""
+    def _come_true(self, context: Sequence[int], sampling: Sampling) -> _Chain | None:
+        """The chain that was drafted ahead, if the context is the one assumed; it lies within the window."""
         ahead, corrected = self._ahead, self._corrected
         try:
-            fits = len(context) - self._start + k - 1 <= self.graph.max_context
-            if context is not self._source or sampling is not self._sampling or not fits:
+            if context is not self._source or sampling is not self._sampling:
                 return None
             if ahead is None or not ahead.is_behind(context):
                 if corrected is None or not corrected.is_behind(context):
