@@ -355,6 +355,23 @@ def test_a_plan_that_shrinks_takes_the_beginning_of_what_was_assumed(fewer: int)
     assert graph.tokens == [*context, *tokens[1:fewer]]
 
 
+def test_a_plan_that_grows_near_the_end_of_the_draft_s_context_takes_what_was_assumed_and_fits_itself_in() -> (
+    None
+):
+    from outrider.runtime.context import Context
+
+    graph, context, rng = FakeGraph(VOCAB, 12, logits=LOGITS), Context(PROMPT), np.random.default_rng(0)
+    drafter, sampling = ModelDrafter(graph, min_confidence=0.0), Sampling()
+    drafted = drafter.propose(context, 2, sampling, rng).tokens.tolist()
+    guess, *ahead = drafter.assume(2, rng)
+    context.extend([*drafted, guess])
+    before = len(graph.forwards)
+    proposed = drafter.propose(context, 6, sampling, rng).tokens.tolist()
+    assert proposed[:2] == ahead
+    assert len(proposed) == graph.max_context - len(context) + 1
+    assert graph.forwards[before:] == [1] * (len(proposed) - 2)
+
+
 @pytest.mark.parametrize("place", range(12))
 def test_a_stop_token_anywhere_ends_the_text_and_the_work_ahead(place: int) -> None:
     whole = text(engine(1.0).decode(PROMPT, overlapped(k=0, drafter=None, drafting="auto")))
