@@ -90,16 +90,30 @@ def stand_in() -> Unmetered:
 
 def test_what_a_sensor_gives_is_never_replaced():
     measured = State(1.0, power_w=3.0, power_method="instant", skin_c=33.0)
-    assert stand_in().filled(measured, 9.0) == measured
-    filled = stand_in().filled(State(1.0, skin_c=33.0), 3.0)
+    assert stand_in().filled(measured, lambda seconds: 9.0) == measured
+    filled = stand_in().filled(State(1.0, skin_c=33.0), lambda seconds: 3.0)
     assert (filled.power_w, filled.power_method) == (3.0, "estimated")
     assert (filled.skin_c, filled.skin_method) == (33.0, "")
 
 
 def test_an_estimate_is_flagged():
-    state = stand_in().filled(State(1.0, headroom=0.34), 3.0)
+    state = stand_in().filled(State(1.0, headroom=0.34), lambda seconds: 3.0)
     directive = Governor(Policy(), load_device("iphone-16-pro")).decide(state)
     assert {"power=estimated", "temperature=estimated"} <= set(directive.flags)
+
+
+def test_the_body_is_warmed_by_all_that_was_drawn_since_it_was_last_followed():
+    """4 W for a second after three at rest: looked at then, the last second says four times too much."""
+    often, late = stand_in(), stand_in()
+    for i in range(1, 601):
+        drawn = [4.0 if second % 4 == 0 else 0.7 for second in range(i - 3, i + 1)]
+        often_state = often.filled(State(float(i)), lambda seconds, now=drawn: now[-1])
+        if i % 4 == 0:
+            late_state = late.filled(
+                State(float(i)), lambda seconds, now=drawn: sum(now[-int(seconds) :]) / seconds
+            )
+    assert late_state.power_w == 4.0
+    assert late_state.skin_c == pytest.approx(often_state.skin_c, abs=0.3)
 
 
 def test_slower_rounds_show_that_clocks_are_held_back():

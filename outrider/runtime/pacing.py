@@ -22,7 +22,6 @@ WINDOW_S = 1.0  # of activity and joules that the energy model is shown at once
 LONGEST_WINDOW_S = 5.0  # a window that grew longer held a silence, and is thrown away
 MOST_ODD = 0.35  # of a window, that may be prompts for the rest to teach anything
 CLOCK_CHANGE = 0.05  # of the clock: joules change with it
-ESTIMATE_S = 1.0  # over which estimated power is averaged
 PROMPT_SHARE = 0.5  # of a meter's interval, from which on it tells what prompts draw
 CLOCK_HOLD_S = 5.0  # between two changes that are heeded
 FOLLOW_S = 1.0  # in a pause, between two looks of the governor
@@ -218,7 +217,7 @@ class Pacer:
         if self._unmetered is None or self.ledger is None or self._energy is None:
             return state
         self._estimated = state.power_w is None
-        return self._unmetered.filled(state, self.ledger.mean_w(ESTIMATE_S))
+        return self._unmetered.filled(state, self.ledger.mean_w)
 
     def _sample_of(self, state: State) -> _Sample | None:
         """The newest figure of the power source that the state goes by, with the time when it was true."""

@@ -7,6 +7,7 @@ What is drawn follows from what ran, and how warm the body is from that, within 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -19,6 +20,8 @@ __all__ = ["Ladder", "Unmetered", "ladder_of", "unmetered"]
 
 _CAUTION = 0.3  # standard deviations of the estimated temperature that are added to it
 _SPAN_C = 30.0  # from headroom 0 to 1, as Android defines it
+_SHORT_S = 1.0  # over which estimated power is averaged, and after which the body is followed
+_LONG_S = 10.0  # of the past, of which it is known what was drawn
 _COARSE = 0.1  # the step of headroom where the profile tells none
 _SETTLED_S = 12.0  # a level that has held for so long is held by a trip
 _ALPHA = 0.2  # of the moving average of how slow rounds are
@@ -102,15 +105,19 @@ class Unmetered:
         """Of the profile's dynamic joules, what a forward takes at the clocks of now."""
         return self.ladder.share(self.slowdown)
 
-    def filled(self, state: State, mean_w: float | None) -> State:
-        """The state with an estimated power, and an estimated body where nothing says how warm it is."""
-        if state.power_w is not None or mean_w is None:
+    def filled(self, state: State, mean_w: Callable[[float], float]) -> State:
+        """The state with an estimated power, and an estimated body where nothing says how warm it is.
+
+        `mean_w` gives what was drawn on average in the last so many seconds.
+        """
+        if state.power_w is not None:
             return state
-        state = replace(state, power_w=mean_w, power_scope="device", power_method="estimated")
+        state = replace(state, power_w=mean_w(_SHORT_S), power_scope="device", power_method="estimated")
         if self.body is None or state.skin_c is not None or state.die_c is not None:
             return state
-        if state.time_s - self._stepped_s >= 1.0:
-            self._follow(self.body, state, mean_w)
+        past_s = state.time_s - self._stepped_s
+        if past_s >= _SHORT_S:
+            self._follow(self.body, state, mean_w(min(past_s, _LONG_S)))
             self._shown = (self.body.temp_c, self.body.spread_c)
         return replace(state, skin_c=self._shown[0] + _CAUTION * self._shown[1], skin_method="estimated")
 
