@@ -204,58 +204,6 @@ class Engine:
                 run.stats.paced_s += self._governed.pause(pace_s, ended)
                 run.stats.paced_s += self._governed.admit(1)
 
-    @contextmanager
-    def _alone(self, run: Run | None = None) -> Iterator[None]:
-        """The graphs, for one step of a text that no other has taken over."""
-        if not self.at_work.acquire(blocking=False):
-            raise UsageError(
-                "another thread is at work with this engine, which decodes one text at a time: wait for it, or load"
-                " the bundle once more"
-            )
-        try:
-            if run is not None and run.ticket != self._ticket:
-                raise UsageError("another generation has started on this engine; this one cannot go on")
-            yield
-        finally:
-            self.at_work.release()
-
-    def _prefill(self, run: Run, progress: Progress | None) -> None:
-        """Run the prompt up to its last chunk, which the first round folds in."""
-        prompt, total = run.context, len(run.context)
-        self._reuse(prompt)
-        run.stats.reused_tokens = self.target.length
-        if total - self.target.length > LEAST_CHUNK:
-            self._governed.ask(self.planner, run.stats)
-        widths = self.target.widths
-        while total - (start := self.target.length) > (size := self._governed.chunk(self._chunk, widths)):
-            self._governed.admit(size)
-            chunk = prompt[start : start + size]
-            begin = self._clock()
-            self.target.forward(chunk, logits="none")
-            self._commit(chunk, range(len(chunk)))
-            ended = self._clock()
-            self._governed.saw_prompt(len(chunk), snap(len(chunk), widths), ended - begin)
-            self._governed.pause(self._governed.rest_s(ended - begin), ended)
-            if progress is not None:
-                progress(self.target.length, total)
-            self._governed.ask(self.planner, run.stats)
-        self._governed.admit(total - self.target.length)
-        if progress is not None:
-            progress(total, total)
-
-    def _reuse(self, prompt: Context) -> None:
-        """Keep the KV rows of the longest common prefix; the prompt's last token is always run."""
-        del self._cached[self.target.length :]
-        keep = min(common_prefix(self._cached, prompt), len(prompt) - 1, len(self._cached))
-        if keep < self.target.length:
-            self.target.truncate(keep)
-        del self._cached[keep:]
-
-    def _commit(self, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Commit rows; the list goes first, so that an interrupt between the two is seen by `_reuse`."""
-        self._cached.extend(tokens)
-        self.target.commit(rows)
-
     def _round(self, run: Run) -> tuple[Round, Turn]:
         begin = self._clock()
         turn = Turn(run.context[self.target.length :], self._governed.ask(self.planner, run.stats))
@@ -337,6 +285,58 @@ class Engine:
         run.context.extend(decision.tokens)
         if turn.plan.drafter is not None:
             self.drafters[turn.plan.drafter].observe(decision.tokens, output, rows)
+
+    @contextmanager
+    def _alone(self, run: Run | None = None) -> Iterator[None]:
+        """The graphs, for one step of a text that no other has taken over."""
+        if not self.at_work.acquire(blocking=False):
+            raise UsageError(
+                "another thread is at work with this engine, which decodes one text at a time: wait for it, or load"
+                " the bundle once more"
+            )
+        try:
+            if run is not None and run.ticket != self._ticket:
+                raise UsageError("another generation has started on this engine; this one cannot go on")
+            yield
+        finally:
+            self.at_work.release()
+
+    def _prefill(self, run: Run, progress: Progress | None) -> None:
+        """Run the prompt up to its last chunk, which the first round folds in."""
+        prompt, total = run.context, len(run.context)
+        self._reuse(prompt)
+        run.stats.reused_tokens = self.target.length
+        if total - self.target.length > LEAST_CHUNK:
+            self._governed.ask(self.planner, run.stats)
+        widths = self.target.widths
+        while total - (start := self.target.length) > (size := self._governed.chunk(self._chunk, widths)):
+            self._governed.admit(size)
+            chunk = prompt[start : start + size]
+            begin = self._clock()
+            self.target.forward(chunk, logits="none")
+            self._commit(chunk, range(len(chunk)))
+            ended = self._clock()
+            self._governed.saw_prompt(len(chunk), snap(len(chunk), widths), ended - begin)
+            self._governed.pause(self._governed.rest_s(ended - begin), ended)
+            if progress is not None:
+                progress(self.target.length, total)
+            self._governed.ask(self.planner, run.stats)
+        self._governed.admit(total - self.target.length)
+        if progress is not None:
+            progress(total, total)
+
+    def _reuse(self, prompt: Context) -> None:
+        """Keep the KV rows of the longest common prefix; the prompt's last token is always run."""
+        del self._cached[self.target.length :]
+        keep = min(common_prefix(self._cached, prompt), len(prompt) - 1, len(self._cached))
+        if keep < self.target.length:
+            self.target.truncate(keep)
+        del self._cached[keep:]
+
+    def _commit(self, tokens: Sequence[int], rows: Sequence[int]) -> None:
+        """Commit rows; the list goes first, so that an interrupt between the two is seen by `_reuse`."""
+        self._cached.extend(tokens)
+        self.target.commit(rows)
 
 
 def _tree(start: int, pending: int, proposal: Proposal) -> tuple[IntArray, BoolArray]:
