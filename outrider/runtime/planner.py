@@ -276,6 +276,8 @@ class Planner:
         self, plan: Plan, kinds: Mapping[str, str], directive: Directive | None = None, modes: Modes = SERIAL
     ) -> Plan:
         """A plan whose drafter and k its user fixed, in the mode that serves it best."""
+        if plan.drafter not in modes.overlap:
+            return plan
         limits = Limits(plan.k, self._widths, plain_allowed=False, overlap=modes.overlap, k_min=plan.k)
         limits = replace(limits, serial_allowed=modes.serial)
         if directive is not None:

@@ -116,12 +116,15 @@ class Prices:
     ) -> PlannedRound:
         """A round that is expected to commit so many tokens for so much work."""
         energy, pause_s = self.costs.energy, self.pause_s(work_s, dynamic_j)
-        catch_up_s, catch_up_j = self._catch_up(drafter) if drafter else (0.0, 0.0)
+        behind = drafter is not None and drafter in self.limits.catch_up_s
+        catch_up_s, catch_up_j = self._catch_up(drafter or "") if behind else (0.0, 0.0)
         token_s = (work_s + pause_s) / tokens + catch_up_s
+        if self.kind == "latency":
+            return PlannedRound(token_s, drafter, k, pause_s, beside)
         token_j = dynamic_j / tokens + catch_up_j
         if energy:
             token_j += (energy.static_w * work_s + energy.pause_w * pause_s) / tokens
-        cost = {"latency": token_s, "energy": token_j, "balanced": token_s * token_j}[self.kind]
+        cost = token_j if self.kind == "energy" else token_s * token_j
         return PlannedRound(cost, drafter, k, pause_s, beside)
 
     def _catch_up(self, drafter: str) -> tuple[float, float]:
