@@ -153,6 +153,13 @@ def test_a_new_conversation_keeps_the_common_prefix_of_the_drafts_cache():
     assert drafter.graph.forwards == [1]
 
 
+def test_what_a_graph_held_before_it_was_given_to_a_draft_is_no_part_of_its_text():
+    used = model()
+    used.propose(Context([5, 4, 3]), 2, GREEDY, RNG)
+    drafter = ModelDrafter(used.graph, min_confidence=0.0)
+    assert drafter.propose(Context([1, 2]), 4, GREEDY, RNG).tokens.tolist() == greedy_after([1, 2], 4)
+
+
 def test_a_short_draft_context_slides_and_drafts_from_the_recent_text():
     drafter, context = model(max_context=8), Context([1] * 5)
     for _ in range(10):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from outrider.contracts import Clock, Drafter, Plan, Sampling
 from outrider.runtime.costs import FAR_BEHIND, FIRST_PIECE
@@ -56,12 +56,9 @@ class CatchingUp:
         take_back: Callable[[], None] = lambda: None,
     ) -> None:
         self._governed, self._clock, self._take_back = governed, clock, take_back
-        self._drafters = {name: drafter for name, drafter in drafters.items() if isinstance(drafter, CatchUp)}
-
-    @property
-    def names(self) -> frozenset[str]:
+        self._drafters = drafters
+        self.names = frozenset(name for name, drafter in drafters.items() if isinstance(drafter, CatchUp))
         """The drafters that catch up piece by piece."""
-        return frozenset(self._drafters)
 
     def price(
         self,
@@ -76,7 +73,7 @@ class CatchingUp:
         Without it their first draft would be measured, with a prompt in it, and that only after all of it. `backlogs`
         is what each has not seen.
         """
-        far = [name for name, n in backlogs.items() if name in self._drafters and n > NO_MORE]
+        far = [name for name, n in backlogs.items() if name in self.names and n > NO_MORE]
         wanted = [name for name in far if planner.wants_price(name)]
         known = False
         for name in wanted:
@@ -103,7 +100,7 @@ class CatchingUp:
         until a power cap allows both.
         """
         name = plan.drafter or ""
-        if name not in self._drafters:
+        if name not in self.names:
             caught.slept_s += self._governed.admit_catch_up(name, backlogs[name], planner)
             return True
         known = not free or planner.knows_catch_up(name)
@@ -127,7 +124,7 @@ class CatchingUp:
         """One piece, with the pause after it; returns its tokens and seconds."""
         self._take_back()
         begin = self._clock()
-        ran = self._drafters[name].catch_up(context, k, sampling, most)
+        ran = cast(CatchUp, self._drafters[name]).catch_up(context, k, sampling, most)
         ended = self._clock()
         seconds = ended - begin
         caught.seconds += seconds

@@ -375,7 +375,7 @@ class ModelDrafter:
             self._source, self._sampling = context, sampling
         self._push(context)
         self._start, keep = self._kept(self._cached, context, k)
-        if keep < len(self._cached):
+        if keep < self.graph.length:  # rows of our own, or of who had the graph before
             self.graph.truncate(keep)
             del self._cached[keep:]
 
