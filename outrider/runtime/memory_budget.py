@@ -176,7 +176,7 @@ def _plan(
     graphs: Mapping[str, GraphEntry], wishes: Mapping[str, int | None], room: Room, chunk: int
 ) -> MemoryPlan:
     target, draft = graphs["target"], graphs.get("draft")
-    longest, chunk = wishes.get("target"), _chunk(graphs, chunk)
+    longest = wishes.get("target")
     return MemoryPlan(
         max(PROCESS_MB, room.held_mb + CODE_MB),
         tokenizer_mb(target.vocab_size),
@@ -189,12 +189,6 @@ def _plan(
 def tokenizer_mb(vocab_size: int) -> float:
     """What a tokenizer with so many entries takes."""
     return 1e-6 * TOKENIZER_BYTES * vocab_size
-
-
-def _chunk(graphs: Mapping[str, GraphEntry], most: int) -> int:
-    """Tokens of a prompt that are run at once: static graphs keep theirs, whatever is wanted."""
-    widths = [graph.prefill_width or CHUNK for graph in graphs.values() if graph.profile == "inplace"]
-    return min(most, max(widths)) if widths else CHUNK
 
 
 def _least(*contexts: int | None) -> int | None:
