@@ -309,6 +309,15 @@ def test_wherever_a_text_ends_drafts_that_were_all_wrong_cost_it_three_percent(s
     assert drafted >= 3
 
 
+def test_what_was_paid_to_read_a_text_is_not_lost_to_the_first_bad_drafts():
+    planner = Planner({"verify_s": CPU, "draft_s": {"d": 0.004}, "catch_up_s": {"d": 0.001}})
+    for _ in range(2):
+        observe(planner, Plan("d", 1), 1, 0, 0.055)
+    assert planner.plan({"d": ""}, 7).k == 0
+    planner.saw_catch_up("d", 200, 0.2, 200)
+    assert planner.plan({"d": ""}, 7).k > 0
+
+
 class RecordedTarget(TraceTarget):
     """The target of an acceptance trace, whose forwards take time."""
 

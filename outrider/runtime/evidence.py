@@ -90,13 +90,17 @@ class Text:
     """The text that is being written: how long it is and may get, and what drafts may still lose on it.
 
     It may end at any token, so what drafts have lost is at no time more than `share` of it: their stakes grow with it.
+    Where a drafter has read the text for it, they may lose as much again as that took, up to `most`: it is for nothing
+    if the first bad drafts end it.
     """
 
     tokens: int = 1
     won: float = 0.0  # by drafts, in plain steps
+    read: float = 0.0  # what drafters took to read it, in plain steps
     _earlier: deque[int] = field(default_factory=lambda: deque(maxlen=8))
 
     share = 0.03
+    most = 1.0
     shortest = 12  # tokens that any text is thought to get
 
     @property
@@ -108,13 +112,13 @@ class Text:
     @property
     def purse(self) -> float:
         """What one more draft may lose, in plain steps; below 0 where drafts took longer than was thought."""
-        return self.share * max(self.tokens, self.shortest) + self.won
+        return self.share * max(self.tokens, self.shortest) + self.won + min(self.read, self.most)
 
     def begin(self) -> None:
         """Another text."""
         if self.tokens > 1:
             self._earlier.append(self.tokens)
-        self.tokens, self.won = 1, 0.0
+        self.tokens, self.won, self.read = 1, 0.0, 0.0
 
 
 @dataclass

@@ -88,7 +88,7 @@ class ModelDrafter:
         if vocab_ids is not None and len(vocab_ids) != graph.vocab_size:
             raise UsageError(f"{len(vocab_ids)} vocab_ids for a graph with {graph.vocab_size} logits")
         self._graph: Graph | None = graph
-        self._can_keep = isinstance(graph, KeepsRows)  # a protocol's check takes longer than all else that a round asks
+        self._can_keep = isinstance(graph, KeepsRows)  # once: to check a protocol is slow
         self._reopen = reopen
         columns = graph.vocab_size if vocab_ids is None else int(vocab_ids[-1]) + 1
         self.known_ids = known_ids or columns

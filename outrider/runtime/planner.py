@@ -327,6 +327,8 @@ class Planner:
         What it took beyond a draft step is for its tokens: a step reads all weights, and so does a piece of any size.
         """
         self._estimates.learn_catch_up(name, tokens, seconds - self._estimates.draft_s.get(name, 0.0))
+        if self._estimates.verify_s:
+            self._text.read += seconds / self._estimates.plain_s(self._widths)
         self._stint(name).add(0, backlog)
 
     def pays_on(self, name: str, backlog: int) -> bool:
