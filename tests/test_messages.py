@@ -60,4 +60,4 @@ def test_from_python_the_parameter_is_named() -> None:
 def test_the_command_line_names_the_option(run_main: Callable[..., Any], tmp_path: Path) -> None:
     code, _, err = run_main("bench", str(tmp_path), "--power-cap", "-4")
     assert code == 2
-    assert err.startswith("outrider: --power-cap is -4.0; it must be between")
+    assert err.startswith("outrider: --power-cap is -4.0; it must be a number between")
