@@ -204,7 +204,7 @@ def test_two_roles_on_an_exclusive_unit_are_refused() -> None:
 
 def test_a_unit_without_a_backend_is_refused_with_the_line_that_its_profile_lacks() -> None:
     device = pairs.with_unit(PI, "cpu", backends=())
-    with pytest.raises(UsageError, match="has no onnxruntime on its cpu, only nothing") as caught:
+    with pytest.raises(UsageError, match="has no onnxruntime on its cpu, and no other backend") as caught:
         place(request(device))
     assert "once units.cpu.backends of the profile has onnxruntime" in str(caught.value)
     with_other = place(request(PI, pairs.on(TARGET, "cpu", "executorch", recipe="8da4w")))
