@@ -318,6 +318,14 @@ def test_what_was_paid_to_read_a_text_is_not_lost_to_the_first_bad_drafts():
     assert planner.plan({"d": ""}, 7).k > 0
 
 
+def test_what_drafts_won_on_a_text_may_be_lost_on_the_next_up_to_a_plain_step():
+    text, first = Text(), Text().purse
+    for won, credit in ((5.0, Text.credit), (0.4, 0.4), (-3.0, 0.0)):
+        text.won = won
+        text.begin()
+        assert text.purse == pytest.approx(first + credit)
+
+
 class RecordedTarget(TraceTarget):
     """The target of an acceptance trace, whose forwards take time."""
 

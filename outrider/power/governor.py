@@ -70,7 +70,9 @@ class Policy:
         }
         for name, (value, low, high, unit) in bounds.items():
             if value is not None and not (is_real(value) and low <= value <= high):
-                raise UsageError(f"{name} is {value!r}; it must be a number between {low:g} and {high:g} {unit}")
+                raise UsageError(
+                    f"{name} is {value!r}; it must be a number between {low:g} and {high:g} {unit}"
+                )
 
 
 @dataclass(frozen=True)
@@ -339,7 +341,9 @@ class Governor:
         return Directive(
             objective=_SAVING if saving else self._objective,
             level=level,
-            power_w=power_w if power_w is None or power_w != self.policy.power_cap_w else power_w * self._cap.trim,
+            power_w=power_w
+            if power_w is None or power_w != self.policy.power_cap_w
+            else power_w * self._cap.trim,
             cap_w=power_w if power_w == self.policy.power_cap_w else None,
             duty=duty,
             k_max=k_max,

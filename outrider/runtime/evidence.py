@@ -91,7 +91,8 @@ class Text:
 
     It may end at any token, so what drafts have lost is at no time more than `share` of it: their stakes grow with it.
     Where a drafter has read the text for it, they may lose as much again as that took, up to `most`: it is for nothing
-    if the first bad drafts end it.
+    if the first bad drafts end it. What they won on the text before, up to `credit`, may be lost too: else a drafter
+    that pays would sit out the first tokens of every text.
     """
 
     tokens: int = 1
@@ -101,6 +102,7 @@ class Text:
 
     share = 0.03
     most = 1.0
+    credit = 1.0
     shortest = 12  # tokens that any text is thought to get
 
     @property
@@ -118,7 +120,7 @@ class Text:
         """Another text."""
         if self.tokens > 1:
             self._earlier.append(self.tokens)
-        self.tokens, self.won, self.read = 1, 0.0, 0.0
+        self.tokens, self.won, self.read = 1, min(max(self.won, 0.0), self.credit), 0.0
 
 
 @dataclass
