@@ -29,7 +29,7 @@ class Gains:
     band_c: float = 3.0
     horizon_s: float = 10.0
     rise_per_s: float = 0.02
-    burst_s: float = 1.0
+    burst_s: float = 0.5
 
 
 @dataclass(frozen=True)
