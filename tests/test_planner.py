@@ -378,6 +378,37 @@ def test_auto_reaches_the_best_fixed_k_where_the_text_copies():
     assert best / seconds(tokens, "auto", CPU) > 0.98
 
 
+@pytest.mark.parametrize("first_s", [0.042, 0.4])
+def test_what_runs_for_the_first_time_and_loads_something_is_not_taken_for_slow(first_s):
+    """The first draft loaded a library, for as long as a plain step of a small model; lookup was never used again."""
+
+    class Cold(Script):
+        def forward(self, tokens, *arguments, **options):
+            if 1 < len(tokens) < 20 and len(tokens) not in warm:
+                clock.advance(first_s)
+            warm.add(len(tokens))
+            return super().forward(tokens, *arguments, **options)
+
+    class ColdLookup(LookupDrafter):
+        cold = True
+
+        def propose(self, *arguments):
+            if self.cold:
+                clock.advance(first_s)
+            self.cold = False
+            return super().propose(*arguments)
+
+    copied = random_tokens(100, 1, 2000)
+    for start in (10, 40, 0, 25, 5, 50):
+        copied += [*copied[start : start + 45], *random_tokens(2, start, 2000)]
+    clock, planner, drafter, warm = VirtualClock(), Planner(), ColdLookup(), set()
+    for tokens in (random_tokens(150, 7, 12), copied, copied):  # the first text gives no reason to draft
+        engine = Engine(Cold(tokens, CPU, clock), {"d": drafter}, planner, clock=clock)
+        *_, last = engine.decode(tokens[:100], Request(max_new_tokens=len(tokens) - 100))
+        drafter.reset()
+    assert last.stats.decode_s < 0.6 * seconds(copied, 0, CPU)
+
+
 def test_auto_recovers_when_text_turns_predictable_after_a_long_bad_stretch():
     tokens = random_tokens(300, 3, 12)
     tokens += tokens[20:280]

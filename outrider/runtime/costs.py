@@ -15,6 +15,7 @@ FAR_BEHIND = 8  # tokens that a drafter must run first: from here on that is a c
 PRIOR_DRAFT = 0.25  # a draft step, as a share of a plain step, until it is measured
 _SHORTEST_S = 1e-9  # a forward takes time, whatever a coarse clock says
 PRIOR_SLOPE = 0.25  # a verify token more, as a share of a plain step, until widths are measured
+_UNPROVEN = 1.2  # times what is expected of a width, that its first forward is believed to take
 _CATCH_UP_SHARE = 0.2  # a token of a draft's catch-up, as a share of its draft step, until measured
 
 
@@ -66,6 +67,8 @@ def snap(width: int, widths: tuple[int, ...] | None) -> int:
 class CostEstimates:
     """Moving averages of a verify forward by width, a draft step and a catch-up token by drafter.
 
+    What runs for the first time may have to load or set up something, and what seems too slow is not run again: a first
+    figure counts as little more than was expected, and after the second the lesser of the two counts.
     `stored` is what `to_dict` returned earlier.
     """
 
@@ -79,6 +82,7 @@ class CostEstimates:
         self.overhead_s = float(stored.get("overhead_s", 0.0))
         self._measured_at: dict[int, int] = {}
         self._rounds = 0
+        self._first: dict[int | str, float] = {}  # figures of widths and drafters that ran once
 
     def costs(self, energy: Energy | None = None) -> Costs:
         """The current estimates as the record that plans are chosen by."""
@@ -109,11 +113,26 @@ class CostEstimates:
         self._rounds += 1
         self.overhead_s = self._ema(self.overhead_s, overhead_s)
         seconds = max(seconds, _SHORTEST_S)
-        known = self.verify_s.setdefault(width, seconds)
+        known = self.verify_s.get(width)
         self._measured_at[width] = self._rounds
+        if known is None or width in self._first:
+            expected = _UNPROVEN * verify_time(self.verify_s, width) if self.verify_s else seconds
+            self.verify_s[width] = self._begun(width, seconds, expected)
+            return 0.0
         step = self._alpha * (min(max(seconds / known, 0.5), 2.0) - 1.0)
         self._move(step, width)
         return step
+
+    def is_new(self, key: int | str) -> bool:
+        """Whether this width or drafter ran only once."""
+        return key in self._first
+
+    def _begun(self, key: int | str, seconds: float, expected: float) -> float:
+        """What to believe after a first figure, and after a second."""
+        if key in self._first:
+            return min(self._first.pop(key), seconds)
+        self._first[key] = seconds
+        return min(seconds, expected)
 
     def follow(self, step: float) -> None:
         """Move all estimates as others moved by so much, the more the longer their widths were not run."""
@@ -130,7 +149,12 @@ class CostEstimates:
         """Learn a draft step, or the catch-up of a drafter that was far behind; returns its seconds."""
         steps = max(steps, 1)
         if backlog <= FAR_BEHIND:
-            self.draft_s[name] = self._ema(self.draft_s.get(name, 0.0), seconds / steps)
+            known, step_s = self.draft_s.get(name, 0.0), max(seconds, 0.0) / steps
+            if known <= 0.0 or name in self._first:
+                expected = PRIOR_DRAFT * verify_time(self.verify_s, 1) if self.verify_s else step_s
+                self.draft_s[name] = self._begun(name, step_s, expected)
+            else:
+                self.draft_s[name] = self._ema(known, step_s)
             return 0.0
         catch_up_s = max(0.0, seconds - steps * self.draft_s.get(name, 0.0))
         self.learn_catch_up(name, backlog, catch_up_s)

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from outrider.contracts import Costs, Energy, Limits, Objective, Plan
 from outrider.errors import UsageError
-from outrider.runtime.costs import FIRST_PIECE, PRIOR_DRAFT, PRIOR_SLOPE, CostEstimates
+from outrider.runtime.costs import FIRST_PIECE, PRIOR_DRAFT, PRIOR_SLOPE, CostEstimates, verify_time
 from outrider.runtime.evidence import PRIOR_ACCEPTANCE, Account, Evidence, Guesses, Stint, Text, Trial
 from outrider.runtime.prices import LONGEST_PACE_S, Acceptance, PlannedRound, Prices, expected_tokens
 
@@ -365,13 +365,20 @@ class Planner:
         catch_up_s = self._learn_draft(name, seen)
         account = self._account(name)
         account.idle_rounds = 0
-        won = seen.tokens - (seen.round_s - catch_up_s) / plain_s
-        account.book(won)
-        self._text.won += won
+        took_s = seen.round_s - catch_up_s
+        account.book(seen.tokens - min(took_s, self._credible_s(name, seen)) / plain_s)
+        self._text.won += seen.tokens - took_s / plain_s
         self._trial(name).saw(seen.plan.mode == "overlapped")
         self._stint(name).add(seen.tokens, seen.backlog)
         if not seen.cut:
             self._of(name, seen.kind).add(seen.plan.k, seen.drafted, seen.evaluated, seen.accepted)
+
+    def _credible_s(self, name: str, seen: Observation) -> float:
+        """The longest that a round can have taken for its drafts' sake: a machine may hang, or load something."""
+        estimates = self._estimates
+        steps_s = seen.plan.k * estimates.draft_s.get(name, 0.0)
+        expected_s = steps_s + verify_time(estimates.verify_s, seen.width) + estimates.overhead_s
+        return expected_s if estimates.is_new(seen.width) or estimates.is_new(name) else 2.0 * expected_s
 
     def _learn_draft(self, name: str, seen: Observation) -> float:
         """Learn what draft steps took, alone and beside a verify; returns seconds that were spent to catch up."""

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
+import numpy.random  # here, for it takes as long as a few tokens: not in the middle of a first draft
 
 __all__ = ["DRAFT_STREAM", "TARGET_STREAM", "Uniforms", "draft_generator"]
 
