@@ -216,6 +216,17 @@ def test_a_power_cap_is_passed_on_and_the_measured_mean_corrects_it():
     assert over[-1].power_w < 3.7
 
 
+def test_what_a_heat_limit_forbids_is_no_reason_to_distrust_a_cap_that_was_kept():
+    governor = Governor(Policy(power_cap_w=6.0), Board(temp_limit_c=95.0, skin_limit_c=43.0))
+    hot = [State(float(i), die_c=60.0, skin_c=43.4, power_w=5.0) for i in range(60)]
+    bound = run(governor, hot, JOULES)[-1]
+    assert bound.power_w < 5.0
+    assert bound.cap_w is None
+    cool = run(governor, [State(60.0 + i, die_c=40.0, skin_c=25.0, power_w=5.0) for i in range(120)], JOULES)
+    first = next(directive for directive in cool if directive.cap_w is not None)
+    assert first.power_w == pytest.approx(6.0)
+
+
 @pytest.mark.parametrize(("die_c", "skin_c", "gains"), [(50.0, 42.9, TUNING.skin), (94.5, 30.0, TUNING.die)])
 def test_work_may_go_on_for_longer_where_only_a_slow_body_limits_it(die_c, skin_c, gains):
     governor = Governor(Policy(), Board(temp_limit_c=95.0, skin_limit_c=43.0))

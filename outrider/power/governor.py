@@ -224,7 +224,7 @@ class Governor:
         self._skin.see(state.time_s, state.skin_c, state.power_w, in_watts)
         self._see_clock(state)
         self._move_level(state)
-        self._cap.see(dt_s, state.power_w, self._bound(energy_known), energy_known)
+        self._cap.see(dt_s, state.power_w, energy_known)
         self._memory.see(state)
         self._see_battery(state)
 

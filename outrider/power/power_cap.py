@@ -23,11 +23,10 @@ class PowerCap:
         self._tuning = tuning
         self._unseen_s = 0.0
 
-    def see(self, dt_s: float, power_w: float | None, bound_w: float | None, energy_known: bool) -> None:
-        """Take a reading of power, under the least limit of now (`bound_w`).
-
-        The first reading counts for the time before it too: it began with the work.
-        """
+    def see(self, dt_s: float, power_w: float | None, energy_known: bool) -> None:
+        """Take a reading of power. The first counts for the time before it too: it began with the work."""
+        if self.cap_w is None:
+            return
         if power_w is None:
             self._unseen_s += dt_s if self.mean_w is None else 0.0
             return
@@ -38,9 +37,9 @@ class PowerCap:
         step = dt_s / self._tuning.power_trim_s
         if energy_known:
             self.duty = 1.0
-            spare = (bound_w - power_w) / bound_w if bound_w else 0.0
+            spare = (self.cap_w - power_w) / self.cap_w
             self.trim = min(max(self.trim + step * spare, self._tuning.least_trim), 1.0)
-        elif self.cap_w is not None:
+        else:
             self.trim = 1.0
             spare = (self.cap_w - self.mean_w) / self.cap_w
             change = max(1.0 + step * spare, 0.5)
