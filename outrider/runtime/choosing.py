@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from outrider.contracts import Clock, Drafter, Plan
 from outrider.power.governor import Directive
@@ -57,10 +58,14 @@ class Choosing:
         names = [name for name in names if getattr(self._drafters[name], "loaded", True)]
         turn.kinds = self._kinds(run.context, names)
         turn.backlogs = {name: self._backlog(name, run.context, 1) for name in turn.kinds}
-        plan = self._chosen(run, turn, most, self._modes(run.request, names), planner)
-        if plan.drafter in turn.backlogs:
-            turn.backlogs[plan.drafter] = self._backlog(plan.drafter, run.context, plan.k)
-        return self._catch_up(run, turn, plan, planner)
+        modes = self._modes(run.request, names)
+        plan = self._chosen(run, turn, most, modes, planner)
+        while plan.drafter is not None and not self._caught_up(run, turn, plan, planner):
+            del turn.kinds[plan.drafter], turn.backlogs[plan.drafter]  # the others may draft this round
+            plan = self._chosen(run, turn, most, modes, planner)
+            if plan.drafter is None:
+                plan = replace(plan, reason="catching up is too slow, or cannot be")
+        return plan
 
     def _modes(self, request: Request, names: list[str]) -> Modes:
         able = frozenset(name for name in names if getattr(self._drafters[name], "corrects", False))
@@ -93,14 +98,14 @@ class Choosing:
         backlogs[plan.drafter] = max(known, self._backlog(plan.drafter, context, plan.k))
         return backlogs[plan.drafter] > known
 
-    def _catch_up(self, run: Run, turn: Turn, plan: Plan, planner: Planner) -> Plan:
-        """The plan, once its drafter has run what it has not seen; a plain one where that turns out too costly."""
-        if plan.drafter is None or turn.backlogs.get(plan.drafter, 0) <= FAR_BEHIND:
-            return plan
+    def _caught_up(self, run: Run, turn: Turn, plan: Plan, planner: Planner) -> bool:
+        """Whether the plan's drafter has run what it has not seen; False where it cannot, or that is too costly."""
+        name = plan.drafter or ""
+        turn.backlogs[name] = self._backlog(name, run.context, plan.k)
+        if turn.backlogs[name] <= FAR_BEHIND:
+            return True
         known = run.context, run.request.sampling, planner, run.request.k == "auto"
-        if self._catching_up.run(turn.caught, plan, turn.backlogs, *known):
-            return plan
-        return _paced(Plan(None, 0, "none", reason="catching up is too slow"), turn.directive, planner)
+        return self._catching_up.run(turn.caught, plan, turn.backlogs, *known)
 
     def _backlog(self, name: str, context: Context, k: int) -> int:
         """Tokens that a drafter must run before k drafts; 0 when it keeps no such state, or is ahead."""
