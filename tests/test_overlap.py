@@ -552,6 +552,26 @@ def test_after_it_was_closed_on_its_own_thread_work_ahead_begins_anew() -> None:
     assert ahead.collect().steps == 3  # each ends with the step that it is in
 
 
+def test_two_threads_that_wait_for_the_same_work_both_go_on() -> None:
+    """A process ends while a thread of its own, which nobody joins, waits for a draft."""
+    ahead, go = Ahead(), threading.Event()
+
+    class Unsure(ModelDrafter):
+        def assume(self, k: int, rng: np.random.Generator) -> Any:
+            go.wait()
+            yield from ()
+
+    assert ahead.start("model", Unsure(FakeGraph(VOCAB, logits=LOGITS)), 0, 10, 3)
+    waiting = [threading.Thread(target=end, daemon=True) for end in (ahead.settle, ahead.close)]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.05)  # in which both come to wait: with less, the test is only weaker
+    go.set()
+    for thread in waiting:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in waiting)
+
+
 ABANDONED = """
 import os, threading
 from benchmarks.overlap.soak import Faulty

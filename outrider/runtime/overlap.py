@@ -263,7 +263,7 @@ class Ahead:
     def close(self) -> None:
         """End work and thread; another `start` begins anew. Closing twice is allowed."""
         self._forget_after_fork()
-        thread = self._thread
+        thread, pieces = self._thread, self._pieces
         try:
             if thread is not threading.current_thread():
                 self.drop()
@@ -272,7 +272,7 @@ class Ahead:
         finally:
             self._thread = None
             self._failed.clear()
-            self._pieces.put(None)
+            pieces.put(None)
             if thread not in (None, threading.current_thread()) and thread.ident is not None:
                 thread.join()
 
@@ -313,6 +313,8 @@ class Ahead:
                 piece.wake.get()
             except KeyboardInterrupt as error:
                 piece.cancelled, interrupt = True, error
+        if piece.finished:  # at the end of the process another thread may wait for the same piece
+            piece.wake.put(None)
         if interrupt is not None:
             raise interrupt
 
