@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.contracts import Sampling
+from outrider.contracts import Drafter, Sampling
 from outrider.runtime.costs import FIRST_PIECE
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.model_drafter import ModelDrafter
@@ -116,7 +116,7 @@ def test_lookup_drafts_where_the_text_holds_an_id_that_the_draft_model_lacks() -
     target = FakeGraph(VOCAB, 512, logits=counting(VOCAB), costs_s=VERIFY_S, clock=clock)
     draft = FakeGraph(20, 512, logits=counting(20), costs_s={1: 1e-4, 512: 1e-4}, clock=clock)
     for costs in (None, {"verify_s": {1: 0.02, 8: 0.02}, "draft_s": {"model": 1e-4}}):
-        drafters = {"lookup": LookupDrafter(), "model": ModelDrafter(draft)}
+        drafters: dict[str, Drafter] = {"lookup": LookupDrafter(), "model": ModelDrafter(draft)}
         engine = Engine(target, drafters, clock=clock, planner=Planner(costs))
         engine.reset()
         rounds = list(engine.decode([25, *(i % 8 for i in range(64))], Request(max_new_tokens=64)))
