@@ -152,6 +152,8 @@ class Sampling:
         for name, (value, low, high) in bounds.items():
             if not low <= value <= high or value == float("inf"):
                 raise UsageError(f"{name} is {value}; it must be finite and between {low} and {high}")
+        if self.temperature and not 1e-30 <= self.temperature <= 1e30:  # logits over it are float32
+            raise UsageError(f"temperature is {self.temperature}; it must be 0 or between 1e-30 and 1e+30")
         if self.mode not in ("match", "reject"):
             raise UsageError(f"mode is {self.mode!r}; known modes: match, reject")
 

@@ -101,6 +101,8 @@ def test_the_version_is_the_package_s(run_main: Run) -> None:
         (["check", "nowhere"], 2, "nowhere does not exist; give a folder"),
         (["doctor", "nowhere"], 2, "nowhere does not exist; give a folder"),
         (["generate", "nowhere", "-p", "x"], 2, "does not exist"),
+        (["profile", "nowhere"], 2, "nowhere does not exist; give a folder"),
+        (["simulate", "nowhere", "--scenario", "board-cap"], 2, "nowhere does not exist; give a folder"),
         (["check", "."], 1, "manifest.json does not exist"),
         (["fetch", "no-such-model"], 2, "no-such-model"),
         (["fetch", "gemma3-270m-q4_k_m"], 2, "--accept-license gemma"),

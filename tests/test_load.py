@@ -333,7 +333,7 @@ def test_a_smaller_context_can_be_asked_for(bundle: Path, opened: Opened) -> Non
 
 
 def test_other_impossible_options_are_refused(bundle: Path, opened: Opened) -> None:
-    for threads in (0, "2", True, 1.5):
+    for threads in (0, "2", True, 1.5, 1025, 10**14):
         with pytest.raises(UsageError, match=f"threads is {threads!r}; it must be a whole number"):
             outrider.load(bundle, threads=threads)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="unknown unit 3"):

@@ -301,6 +301,7 @@ def test_generation_ends_with_the_context(tokenizer: Tokenizer) -> None:
         ),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 1e-320}, "temperature is 1e-320; it must be 0 or between 1e-30"),
         ({"drafter": "eagle"}, "unknown drafter 'eagle'; this engine has: oracle"),
         ({"k": -1}, "k is -1"),
         ({"k": "many"}, "k is 'many'"),

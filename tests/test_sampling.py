@@ -244,6 +244,7 @@ def test_extreme_temperatures_neither_overflow_nor_lose_the_best_token():
     row = row_of(80, -80, 79)
     assert dense(distribution(row, Sampling(temperature=1e-6, top_p=0.9)), 3)[0] == 1.0
     assert dense(distribution(row, Sampling(temperature=1e-6)), 3)[0] == 1.0
+    assert dense(distribution(row, Sampling(temperature=1e-30)), 3)[0] == 1.0
     assert dense(distribution(row, Sampling(temperature=1e6)), 3) == pytest.approx([1 / 3] * 3, abs=1e-3)
 
 

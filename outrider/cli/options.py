@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from outrider.runtime.request import Drafting
 
 __all__ = [
+    "Finite",
     "FiniteRange",
     "ProgressBar",
     "Unit",
@@ -49,8 +50,8 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class FiniteRange(click.FloatRange):
-    """A float within bounds; NaN, which no bound keeps out, and infinity are refused."""
+class Finite(click.types.FloatParamType):
+    """A float; NaN and infinity are refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number, or a usage error that names the option."""
@@ -58,6 +59,14 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+class FiniteRange(click.FloatRange):
+    """A float within bounds; NaN, which no bound keeps out, and infinity are refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number, or a usage error that names the option."""
+        return super().convert(Finite().convert(value, param, ctx), param, ctx)
 
 
 class Unit(click.ParamType):  # type: ignore[type-arg]

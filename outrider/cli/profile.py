@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cli.options import (
+    Finite,
     FiniteRange,
     ProgressBar,
+    existing_bundle,
     json_option,
     loading_from,
     loading_options,
@@ -38,7 +40,7 @@ OBJECTIVES = ("latency", "energy", "balanced")
 
 
 @click.command(name="profile")
-@click.argument("bundle", type=click.Path(path_type=Path), required=False)
+@click.argument("bundle", type=click.Path(path_type=Path), required=False, callback=existing_bundle)
 @click.option(
     "--device",
     help="Simulate this device profile (see `outrider devices`); without it, or with host, measure this machine.",
@@ -52,11 +54,11 @@ OBJECTIVES = ("latency", "energy", "balanced")
     "--power-cap", "power_cap_w", type=FiniteRange(min=0.01), help="Keep mean power below so many watts."
 )
 @click.option(
-    "--temp-limit", "temp_limit_c", type=FiniteRange(), help="Keep the hottest silicon below so many °C."
+    "--temp-limit", "temp_limit_c", type=Finite(), help="Keep the hottest silicon below so many °C."
 )
 @click.option(
     "--minutes",
-    type=FiniteRange(),
+    type=Finite(),
     default=10.0,
     show_default=True,
     help="Decode for so many minutes in all runs together.",
@@ -99,7 +101,7 @@ OBJECTIVES = ("latency", "energy", "balanced")
 @click.option(
     "--ambient",
     "ambient_c",
-    type=FiniteRange(),
+    type=Finite(),
     help="Simulate this ambient temperature in °C (default: 25); on a real machine it is only noted.",
 )
 @click.option(

@@ -10,6 +10,7 @@ import click
 
 from outrider.cli.options import (
     ProgressBar,
+    existing_bundle,
     json_option,
     loading_from,
     loading_options,
@@ -32,7 +33,7 @@ FILES = TRACE, SUMMARY, REPORT = "simulation.jsonl", "summary.json", "report.htm
 
 
 @click.command(name="simulate")
-@click.argument("bundle", type=click.Path(path_type=Path), required=False)
+@click.argument("bundle", type=click.Path(path_type=Path), required=False, callback=existing_bundle)
 @click.option(
     "--scenario",
     required=True,

@@ -30,6 +30,7 @@ __all__ = [
 UNITS = ("cpu", "gpu", "npu")
 CPU_PROVIDER = "CPUExecutionProvider"
 QNN_PROVIDER = "QNNExecutionProvider"
+MOST_THREADS = 1024  # ONNX Runtime starts as many as it is told: a million fill the memory
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,10 @@ class RoleOptions:
             raise UsageError(f"unknown backend {self.backend!r}; known: {', '.join(BACKENDS)}")
         if self.unit is not None and unit_kind(str(self.unit)) not in UNITS:
             raise UsageError(f"unknown unit {self.unit!r}; known: {', '.join(UNITS)}, and core sets as cpu:0")
-        if self.threads is not None and not (is_whole(self.threads) and self.threads >= 1):
-            raise UsageError(f"threads is {self.threads!r}; it must be a whole number of at least 1")
+        if self.threads is not None and not (is_whole(self.threads) and 1 <= self.threads <= MOST_THREADS):
+            raise UsageError(
+                f"threads is {self.threads!r}; it must be a whole number of at least 1 and at most {MOST_THREADS}"
+            )
         if self.threads is not None and self.cores is not None and self.threads > len(self.cores):
             raise UsageError(
                 f"threads is {self.threads}, but {self.unit!r} has {len(self.cores)} cores; leave threads out"
