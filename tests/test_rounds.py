@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -259,6 +261,13 @@ def test_a_second_thread_is_refused_while_a_round_runs_and_a_reset_there_waits_f
     assert engine.target.length == 0
     assert refused
     assert "another thread" in refused[0]
+
+
+def test_after_a_fork_nobody_waits_for_a_round_of_a_thread_that_stayed_behind(monkeypatch):
+    engine = Engine(target(), drafters())
+    with ThreadPoolExecutor(1) as other, engine.at_work:
+        monkeypatch.setattr(os, "getpid", lambda: -1)  # as in a child
+        other.submit(engine.reset).result(timeout=60)
 
 
 def test_reset_forgets_everything():

@@ -7,6 +7,7 @@ forward as its first row, which saves one target forward a round.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -90,9 +91,16 @@ class Engine:
         self._ahead = Ahead(clock, timeline)
         self._governed = Governed(pacer, self.drafters, clock, sleep, self._ahead.drop)
         self._choosing = Choosing(self.drafters, apart, self._widest, self._governed, self._ahead, clock)
-        self.at_work = threading.RLock()
+        self._lock, self._process = threading.RLock(), os.getpid()
         self._cached: list[int] = []  # tokens of the target's KV rows
         self._ticket = 0
+
+    @property
+    def at_work(self) -> threading.RLock:
+        """Held by whoever runs the graphs; a new one after a fork, where the thread that holds it may not be."""
+        if self._process != os.getpid():
+            self._lock, self._process = threading.RLock(), os.getpid()
+        return self._lock
 
     @property
     def cached(self) -> tuple[int, ...]:
@@ -289,7 +297,8 @@ class Engine:
     @contextmanager
     def _alone(self, run: Run | None = None) -> Iterator[None]:
         """The graphs, for one step of a text that no other has taken over."""
-        if not self.at_work.acquire(blocking=False):
+        at_work = self.at_work
+        if not at_work.acquire(blocking=False):
             raise UsageError(
                 "another thread is at work with this engine, which decodes one text at a time: wait for it, or load"
                 " the bundle once more"
@@ -299,7 +308,7 @@ class Engine:
                 raise UsageError("another generation has started on this engine; this one cannot go on")
             yield
         finally:
-            self.at_work.release()
+            at_work.release()
 
     def _prefill(self, run: Run, progress: Progress | None) -> None:
         """Run the prompt up to its last chunk, which the first round folds in."""
