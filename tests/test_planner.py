@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from outrider.contracts import Costs, Energy, Limits, Objective, Plan, Proposal
 from outrider.errors import UsageError
-from outrider.runtime.costs import verify_time
+from outrider.runtime.costs import CostEstimates, verify_time
 from outrider.runtime.evidence import Stint, Text
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.planner import (
@@ -376,6 +376,16 @@ def test_auto_reaches_the_best_fixed_k_where_the_text_copies():
     best = min(seconds(tokens, k, CPU) for k in (1, 2, 3, 4, 7))
     assert best < 0.8 * seconds(tokens, 0, CPU)
     assert best / seconds(tokens, "auto", CPU) > 0.98
+
+
+@pytest.mark.parametrize("figures", [(0.02, 0.05), (0.05, 0.02)])
+def test_of_the_first_two_figures_the_lesser_counts(figures):
+    estimates = CostEstimates({})
+    for seconds in figures:
+        estimates.learn_verify(1, seconds, 0.0)
+        estimates.learn_draft("model", 1, 0.1 * seconds, 0)
+    assert estimates.verify_s == {1: 0.02}
+    assert estimates.draft_s == {"model": pytest.approx(0.002)}
 
 
 @pytest.mark.parametrize("first_s", [0.042, 0.4])
