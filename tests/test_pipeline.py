@@ -411,7 +411,7 @@ def test_closing_from_another_thread_waits_for_the_round_that_runs_and_ends_the_
             if asked.is_set():  # who waits has his turn
                 closing.join(10.0)
 
-    lock, engine.at_work = engine.at_work, Told()  # type: ignore[assignment]
+    lock, engine._lock = engine._lock, Told()  # type: ignore[assignment]
     owned = ExitStack()
     owned.callback(graph.close)
     pipeline, original = Pipeline(engine, tokenizer, owned=owned), graph.forward

@@ -115,6 +115,11 @@ def test_the_side_file_comes_before_the_manifest(bundle: Any) -> None:
         lambda text: text.replace("0.01", '"fast"'),
         lambda text: text.replace('"5"', '"wide"'),
         lambda text: text.replace('"verify_s"', '"verify"'),
+        lambda text: text.replace('"draft_s"', '"catch_up_s": 3, "draft_s"'),
+        lambda text: text.replace('"draft_s"', '"catch_up_s": {"model": "fast"}, "draft_s"'),
+        lambda text: text.replace('"draft_s"', '"overlapped": [1], "draft_s"'),
+        lambda text: text.replace('"draft_s"', '"overlapped": {"verify_s": {"wide": 1}}, "draft_s"'),
+        lambda text: text.replace('"draft_s"', '"overhead_s": "0", "draft_s"'),
     ],
 )
 def test_a_damaged_side_file_is_left_alone_with_a_warning(

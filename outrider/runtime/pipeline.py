@@ -283,8 +283,9 @@ class Pipeline:
 
     def _roll_back(self, length: int) -> None:
         """Forget the KV rows of tokens that a stop string cut off."""
-        if self.engine.target.length > length:
-            self.engine.target.truncate(length)
+        with self.engine.at_work:
+            if self.engine.target.length > length:
+                self.engine.target.truncate(length)
 
 
 def _add(transcript: Transcript, result: Round) -> FinishReason | None:

@@ -142,9 +142,23 @@ def _stored(path: Path) -> Timing | None:
 
 def _sound(measured: Mapping[str, Any]) -> bool:
     """Whether a planner can start from this: it may have been edited by hand."""
-    verify_s, draft_s = measured.get("verify_s"), measured.get("draft_s")
-    if not isinstance(verify_s, Mapping) or not isinstance(draft_s, Mapping) or "1" not in verify_s:
+    verify_s, beside = measured.get("verify_s"), measured.get("overlapped", {})
+    return (
+        isinstance(verify_s, Mapping)
+        and "1" in verify_s
+        and isinstance(measured.get("draft_s"), Mapping)
+        and isinstance(beside, Mapping)
+        and _are_figures(measured)
+        and _are_figures(beside)
+    )
+
+
+def _are_figures(costs: Mapping[str, Any]) -> bool:
+    """Whether whatever there is of `CostEstimates.to_dict` is seconds, by width or by drafter."""
+    tables = [costs.get(name, {}) for name in ("verify_s", "draft_s", "catch_up_s")]
+    if not all(isinstance(table, Mapping) for table in tables):
         return False
-    seconds = [*verify_s.values(), *draft_s.values()]
-    numbers = all(is_finite(s) and s > 0 for s in seconds)
-    return numbers and all(str(width).isdecimal() for width in verify_s)
+    verify_s, draft_s, catch_up_s = tables
+    positive = all(is_finite(s) and s > 0 for s in (*verify_s.values(), *draft_s.values()))
+    others = all(is_finite(s) and s >= 0 for s in (*catch_up_s.values(), costs.get("overhead_s", 0.0)))
+    return positive and others and all(str(width).isdecimal() for width in verify_s)
