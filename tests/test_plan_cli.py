@@ -53,6 +53,11 @@ def test_acceptance_and_objective_are_honoured(run_main: Run, pair: Path) -> Non
 def test_without_a_measured_pair_the_acceptance_is_assumed(run_main: Run, tmp_path: Path) -> None:
     bundle = write_pair(tmp_path / "pair", quality=False)
     assert "acceptance 0.70 (assumed)" in run_main("plan", str(bundle), "--device", "raspberry-pi-4")[1]
+    record = json.loads((bundle / "manifest.json").read_text())
+    for pair in (None, 3, {"greedy_match": None}, {"greedy_match": 7.0}):
+        record["quality"] = {"pair": pair}
+        (bundle / "manifest.json").write_text(json.dumps(record))
+        assert "acceptance 0.70 (assumed)" in run_main("plan", str(bundle), "--device", "raspberry-pi-4")[1]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +90,7 @@ def test_mistakes_name_the_smallest_plan_that_would_work(
         (("BUNDLE", "--precision", "int8"), "--precision concerns models"),
         (("--model", "x", "--draft-precision", "int8"), "--draft-precision was given, but no --draft-model"),
         (("BUNDLE", "--device", "fridge"), "unknown device 'fridge'"),
+        (("--model", ""), "the name of a model is empty"),
     ],
 )
 def test_contradictions_are_refused(run_main: Run, pair: Path, words: tuple[str, ...], message: str) -> None:

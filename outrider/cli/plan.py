@@ -136,18 +136,20 @@ def _of_models(device: Device, given: dict[str, Any]) -> tuple[Candidate, ...]:
 
     if given["draft_precision"] and not given["draft_model"]:
         raise UsageError("--draft-precision was given, but no --draft-model; give both or neither")
-    draft = given["draft_model"] and RoleOptions(given["draft_model"], given["draft_precision"] or "int4")
+    draft = None
+    if given["draft_model"] is not None:
+        draft = RoleOptions(given["draft_model"], given["draft_precision"] or "int4")
     options = ExportOptions(
         RoleOptions(given["model"], given["precision"] or "int4"),
         Path("bundle"),
-        draft or None,
+        draft,
         device.slug,
         given["max_context"] or 2048,
         npu_target=given["npu_target"],
     )
     configs = {}
     for role, name in (("target", given["model"]), ("draft", given["draft_model"])):
-        if name:
+        if name is not None:
             with open_checkpoint(name) as checkpoint:
                 configs[role] = checkpoint.config
     return model_candidates(device, options, configs)

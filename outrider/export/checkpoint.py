@@ -132,6 +132,8 @@ def open_checkpoint(
     UsageError for a name that stands for nothing, CheckpointError (FetchError for downloads) saying what is
     wrong and what to do.
     """
+    if not str(model):
+        raise UsageError("the name of a model is empty; give a file, a folder, a hub id or a catalog name")
     name, path = str(model), Path(model).expanduser()
     on_hub = not path.exists() and name not in CATALOG
     if revision is not None and not on_hub:

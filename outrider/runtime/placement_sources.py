@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from outrider.manifest import GraphEntry, Manifest
+from outrider.records import is_finite
 from outrider.runtime.backends import held_context
 from outrider.runtime.evidence import PRIOR_ACCEPTANCE
 from outrider.runtime.memory_budget import MemoryLimit, asked_limit, available_here
@@ -104,9 +105,10 @@ def _measured(
 
 def measured_acceptance(manifest: Manifest | None) -> tuple[float, str]:
     """How often the target takes what the draft proposes, and where that is from."""
-    pair = manifest.quality.get("pair", {}) if manifest is not None else {}
-    if "greedy_match" in pair:
-        return float(pair["greedy_match"]), "greedy match, measured at export"
+    pair = manifest.quality.get("pair") if manifest is not None else None
+    share = pair.get("greedy_match") if isinstance(pair, dict) else None
+    if isinstance(share, int | float) and is_finite(share) and 0 <= share <= 1:
+        return float(share), "greedy match, measured at export"
     return PRIOR_ACCEPTANCE[""], "assumed"
 
 
