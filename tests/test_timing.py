@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ import pytest
 import outrider
 from outrider.contracts import Costs
 from outrider.manifest import Timing, read_manifest
+from outrider.runtime.doctor import measure_reading
+from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.placed import Placement
 from outrider.runtime.planner import Planner
 from outrider.runtime.timing import known_costs, store_timing, timing_of
+from outrider.targets.fake import FakeGraph, VirtualClock
 
 HERE = "a processor, 2 cores, 2 threads, onnxruntime 1"
 MEASURED = Costs({1: 0.010, 5: 0.014}, {"lookup": 1e-5, "model": 0.002})
@@ -46,6 +50,8 @@ def test_what_the_export_measured_starts_the_planner_on_the_same_machine(quantiz
         assert pipeline.machine == manifest.timing.machine
         assert pipeline.engine.planner.costs == Planner(manifest.timing.measured).costs
         assert {"lookup", "model"} == set(pipeline.engine.planner.costs.draft_s)
+        assert pipeline.engine.planner.knows_catch_up("model")
+        assert not pipeline.engine.planner.knows_catch_up("lookup")
 
 
 def test_with_other_threads_nothing_is_known(
@@ -70,6 +76,7 @@ def test_doctor_saves_what_later_loads_start_from(
     with outrider.load(quantized_bundle, threads=1) as pipeline:
         assert pipeline.engine.planner.costs == Planner(record["measured"]).costs
         assert pipeline.engine.planner.costs.verify_s
+        assert pipeline.engine.planner.knows_catch_up("model")
         assert pipeline.generate("the fox", max_tokens=8, k="auto").tokens
     assert (quantized_bundle / "manifest.json").read_bytes() == before
 
@@ -84,6 +91,18 @@ def test_costs_that_cannot_be_saved_are_still_shown(
     assert "timing" in err
     assert "pays above acceptance" in out
     assert "saved to" not in out
+
+
+def test_what_a_draft_takes_to_read_is_seconds_a_token_without_its_own_step(
+    quantized_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = VirtualClock()
+    monkeypatch.setattr("outrider.runtime.doctor.time", SimpleNamespace(perf_counter=clock))
+    with outrider.load(quantized_bundle) as pipeline:
+        draft = FakeGraph(100, 512, costs_s={1: 0.004, 512: 0.004 + 511 * 0.0003}, clock=clock)
+        pipeline.engine.drafters["model"] = ModelDrafter(draft)
+        assert measure_reading(pipeline) == {"model": pytest.approx(0.0003)}
+        assert draft.length == 0
 
 
 def test_save_without_a_bundle_is_a_mistake(run_main: Callable[..., Any]) -> None:
@@ -115,8 +134,8 @@ def test_the_side_file_comes_before_the_manifest(bundle: Any) -> None:
         lambda text: text.replace("0.01", '"fast"'),
         lambda text: text.replace('"5"', '"wide"'),
         lambda text: text.replace('"verify_s"', '"verify"'),
-        lambda text: text.replace('"draft_s"', '"catch_up_s": 3, "draft_s"'),
-        lambda text: text.replace('"draft_s"', '"catch_up_s": {"model": "fast"}, "draft_s"'),
+        lambda text: text.replace('"catch_up_s": {}', '"catch_up_s": 3'),
+        lambda text: text.replace('"catch_up_s": {}', '"catch_up_s": {"model": "fast"}'),
         lambda text: text.replace('"draft_s"', '"overlapped": [1], "draft_s"'),
         lambda text: text.replace('"draft_s"', '"overlapped": {"verify_s": {"wide": 1}}, "draft_s"'),
         lambda text: text.replace('"draft_s"', '"overhead_s": "0", "draft_s"'),

@@ -77,6 +77,7 @@ def command(
     """
     from outrider.cli.doctor import save_costs
     from outrider.errors import UsageError
+    from outrider.runtime.doctor import measure_reading
     from outrider.runtime.profiling.calibrate import Plan, measured_profile
     from outrider.targets.device import user_profile_path
     from outrider.targets.device_toml import write_device
@@ -92,12 +93,13 @@ def command(
         assert pipeline.manifest is not None
         cost = model_cost(pipeline.manifest.roles["target"].by_preference()[0])
         found = _measure(pipeline, bundle, Plan(rest, seconds), bar)
+        catch_up_s = measure_reading(pipeline)
     bar.close()
     profile = measured_profile(found, base, cost)
     path = saved = None
     try:
         path = write_device(profile, output or user_profile_path(base.slug), f"{base.name}; {found.source}.")
-        saved = save_costs(pipeline, found.costs) if output is None else None
+        saved = save_costs(pipeline, found.costs, catch_up_s) if output is None else None
     finally:  # a full disk must not cost what was measured
         if as_json_text:
             print_json({"calibration": found, "profile": path, "saved": saved})

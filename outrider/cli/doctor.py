@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,13 @@ def command(bundle: Path | None, adb: str | None, save: bool, as_json_text: bool
 
     Every source of telemetry is listed with its value, or with why it has none and what would change that.
     """
-    from outrider.runtime.doctor import break_even, inspect_machine, inspect_telemetry, measure_costs
+    from outrider.runtime.doctor import (
+        break_even,
+        inspect_machine,
+        inspect_telemetry,
+        measure_costs,
+        measure_reading,
+    )
     from outrider.runtime.memory_budget import held_mb
 
     if save and bundle is None:
@@ -82,7 +89,7 @@ def command(bundle: Path | None, adb: str | None, save: bool, as_json_text: bool
         resident = held_mb()
         table, saved = break_even(costs), None
         try:
-            saved = save_costs(pipeline, costs) if save else None
+            saved = save_costs(pipeline, costs, measure_reading(pipeline)) if save else None
         finally:  # a full disk must not cost what was measured
             if as_json_text:
                 found = {"machine": machine, "telemetry": telemetry, "placement": placement}
@@ -95,12 +102,13 @@ def command(bundle: Path | None, adb: str | None, save: bool, as_json_text: bool
         click.echo(f"\nsaved to {saved}")
 
 
-def save_costs(pipeline: Pipeline, costs: Costs) -> Path:
+def save_costs(pipeline: Pipeline, costs: Costs, catch_up_s: Mapping[str, float]) -> Path:
     """Keep measured costs for later loads of this bundle here; returns the file."""
     from outrider.runtime.timing import store_timing, timing_of
 
     assert pipeline.manifest is not None
-    return store_timing(pipeline.manifest, pipeline.placement, timing_of(costs, pipeline.machine))
+    timing = timing_of(costs, pipeline.machine, catch_up_s)
+    return store_timing(pipeline.manifest, pipeline.placement, timing)
 
 
 def describe_machine(machine: Machine) -> str:

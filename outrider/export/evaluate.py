@@ -23,7 +23,7 @@ from outrider.export.slots import SlotWeights, Tensors
 from outrider.manifest import FileEntry, Manifest, RoleEntry, describe_file
 from outrider.quantize.quality import compare, evaluation_text, pair_acceptance
 from outrider.runtime.closest import graph_key
-from outrider.runtime.doctor import measure_costs
+from outrider.runtime.doctor import measure_costs, measure_reading
 from outrider.runtime.load import draft_ids, load
 from outrider.runtime.pipeline import Pipeline
 from outrider.runtime.proof import row_independence
@@ -89,7 +89,7 @@ def evaluate_bundle(
                 drafts = [[rows.copy() for rows in reference.rows([state])] for state in own_states[:-1]]
         if "draft" in graphs:
             quality["pair"] = _acceptance(graphs, own, drafts, ids)
-        timing = timing_of(measure_costs(pipeline, repeats=3), pipeline.machine)
+        timing = timing_of(measure_costs(pipeline, repeats=3), pipeline.machine, measure_reading(pipeline))
         quality |= {"graphs": records, "machine": pipeline.machine}
     return replace(manifest, quality=quality, timing=timing, roles=roles)
 

@@ -21,6 +21,7 @@ from outrider.power.sensors.system import Sensor
 from outrider.power.state import State
 from outrider.runtime.costs import verify_time
 from outrider.runtime.leading import usual_request
+from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.planner import expected_tokens
 from outrider.runtime.timing import cores, processor
 
@@ -35,6 +36,7 @@ __all__ = [
     "inspect_machine",
     "inspect_telemetry",
     "measure_costs",
+    "measure_reading",
 ]
 
 EXTRAS = {
@@ -170,6 +172,27 @@ def measure_costs(pipeline: Pipeline, repeats: int = 5, progress: Progress | Non
         {width: statistics.median(seconds[1:]) for width, seconds in verify.items()},
         {name: statistics.median(seconds[1:]) for name, seconds in drafts.items()},
     )
+
+
+def measure_reading(pipeline: Pipeline, repeats: int = 3) -> dict[str, float]:
+    """Median seconds of a token that a drafter must read before its first draft, by drafter; lookup reads nothing."""
+    found = {}
+    for name, drafter in pipeline.engine.drafters.items():
+        if not isinstance(drafter, ModelDrafter):
+            continue
+        tokens = np.arange(min(PREFIX, drafter.graph.max_context // 2) + 1) % 97 + 1
+        read = []
+        for _ in range(repeats + 1):
+            drafter.reset()
+            whole_s, step_s = (_draft_one(drafter, context.tolist()) for context in (tokens[:-1], tokens))
+            read.append(max(0.0, whole_s - step_s) / max(1, len(tokens) - 2))
+        found[name] = statistics.median(read[1:])
+        drafter.reset()
+    return found
+
+
+def _draft_one(drafter: ModelDrafter, context: list[int]) -> float:
+    return _seconds(partial(drafter.propose, context, 1, Sampling(), np.random.default_rng(0)))
 
 
 def _prefill(graph: Graph, tokens: np.ndarray) -> None:

@@ -74,10 +74,11 @@ def _library(backend: str) -> str:
         return backend
 
 
-def timing_of(costs: Costs, machine: str) -> Timing:
-    """Measured costs as a record, in the form that `Planner.to_dict` has."""
+def timing_of(costs: Costs, machine: str, catch_up_s: Mapping[str, float] | None = None) -> Timing:
+    """Measured costs as a record, in the form that `Planner.to_dict` has; `catch_up_s` are of `measure_reading`."""
     verify_s = {str(width): seconds for width, seconds in costs.verify_s.items()}
-    return Timing(machine, {"verify_s": verify_s, "draft_s": dict(costs.draft_s)})
+    measured = {"verify_s": verify_s, "draft_s": dict(costs.draft_s), "catch_up_s": dict(catch_up_s or {})}
+    return Timing(machine, measured)
 
 
 def store_timing(manifest: Manifest, placement: Sequence[Placement], timing: Timing) -> Path:
