@@ -45,7 +45,7 @@ def median_interval(samples: Sequence[float], wanted: float = 0.95) -> Median:
 
 def _coverage(n: int, cut: int) -> float:
     """P(x[cut] <= median <= x[n-1-cut]) for n independent samples (a sign test turned round)."""
-    return max(0.0, 1.0 - 2.0 * sum(comb(n, i) for i in range(cut + 1)) / 2.0**n)
+    return max(0.0, 1.0 - 2 * sum(comb(n, i) for i in range(cut + 1)) / 2**n)
 
 
 def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
