@@ -1,10 +1,11 @@
 """None, serial and overlapped side by side on simulated devices; every figure is simulated.
 
-    python -m benchmarks.overlap.simulated [--repeats 4] [--json FILE]
+    python -m benchmarks.overlap.simulated [--repeats 4] [--known] [--json FILE]
 
 What is drafted and accepted is the real Qwen2.5-Coder pair's (1.5B and 0.5B, `benchmarks/power/data`), time, joules and
 heat are those of a device profile, whose figures are mostly assumed. Each mode decodes the same texts, one after
-another, on a machine that starts cool.
+another, on a machine that starts cool. `--known`: the planner begins with the times of forwards, draft steps and a
+draft's reading, which `outrider doctor --save` would have measured, here learned from drafts of two.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +59,32 @@ class Outcome:
     wasted: float  # share of the draft steps that ran beside a verify
 
 
-def simulate(device: str, category: str, mode: str, texts: Sequence[TraceText], repeats: int) -> Outcome:
-    """Decode the texts of a category, `repeats` times in a row."""
+def learned(device: str, category: str, texts: Sequence[TraceText]) -> dict[str, Any]:
+    """The times that a planner knows after every text of a category, drafted two at a time."""
+    planner = Planner()
+    simulate(device, category, {"k": 2, "drafting": "serial"}, texts, 1, planner)
+    return {name: planner.to_dict()[name] for name in ("verify_s", "draft_s", "catch_up_s")}
+
+
+def simulate(
+    device: str,
+    category: str,
+    mode: dict[str, Any],
+    texts: Sequence[TraceText],
+    repeats: int,
+    planner: Planner,
+    name: str = "",
+) -> Outcome:
+    """Decode the texts of a category, `repeats` times in a row, with the options of a mode."""
     profile, (unit, draft_unit) = load_device(device), PLACES[device]
     machine = Machine(profile, seed=1)
     rig = trace_rig(profile, texts, machine, unit=unit, draft_unit=draft_unit)
-    engine = rig.engine(Planner(), None)
+    engine = rig.engine(planner, None)
     begin, chosen = rig.texts(), [text for text in texts if text.category == category]
     total, seconds, joules, drafted = Stats(), 0.0, 0.0, 0
     for _ in range(repeats * len(chosen)):
         text = begin(category)
-        request = Request(
-            max_new_tokens=text.max_tokens, stop_ids=text.stop_ids, drafter="model", **MODES[mode]
-        )
+        request = Request(max_new_tokens=text.max_tokens, stop_ids=text.stop_ids, drafter="model", **mode)
         rounds = engine.decode(text.prompt, request)
         next(rounds)  # the prompt
         start_s, start_j = machine.clock(), machine.energy_j
@@ -85,7 +100,7 @@ def simulate(device: str, category: str, mode: str, texts: Sequence[TraceText], 
     return Outcome(
         device,
         category,
-        mode,
+        name,
         total.output_tokens / seconds,
         joules / total.output_tokens,
         machine.peak.die_c,
@@ -102,15 +117,15 @@ def main() -> None:
         "--repeats", type=int, default=4, help="how often the texts of a category are decoded"
     )
     parser.add_argument("--device", action="append", choices=list(PLACES))
+    parser.add_argument("--known", action="store_true", help="the planner begins with measured times")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     texts = read_acceptance(TRACE)
-    outcomes = [
-        simulate(device, category, mode, texts, given.repeats)
-        for device in given.device or PLACES
-        for category in CATEGORIES.values()
-        for mode in MODES
-    ]
+    outcomes = []
+    for device, category in product(given.device or PLACES, CATEGORIES.values()):
+        costs = learned(device, category, texts) if given.known else None
+        for name, mode in MODES.items():
+            outcomes.append(simulate(device, category, mode, texts, given.repeats, Planner(costs), name))
     head = [
         "device (simulated)",
         "text",

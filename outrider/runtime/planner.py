@@ -217,7 +217,8 @@ class Planner:
     def begin(self, widths: tuple[int, ...] | None = None) -> None:
         """A new text on a target compiled for `widths` (None: any).
 
-        Old acceptance counts less from here on, and earlier winnings cannot be lost on the new text.
+        Old acceptance counts less from here on, and of earlier winnings at most a plain step can be lost on the new
+        text.
         """
         self._widths = widths
         self._text.begin()

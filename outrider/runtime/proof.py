@@ -69,7 +69,7 @@ def agreement(ours: Float32Array, reference: Float32Array, ids: IntArray | None 
 def narrow_widths(graph: Graph) -> tuple[int, ...]:
     """The static widths whose runs return all rows: a function for a chunk of the prompt may return one."""
     described = getattr(graph, "meta", None)
-    return described.whole if isinstance(described, GraphMeta) else graph.widths or ()
+    return described.all_rows_widths if isinstance(described, GraphMeta) else graph.widths or ()
 
 
 def sample_rows(

@@ -48,9 +48,9 @@ class GraphMeta:
     chains: bool = False  # it knows positions by itself and reads no mask: a tree runs path by path
     top: int = 0  # how many of the largest logits of each row it returns apart
     cache_dtype: str = "float32"
-    whole: tuple[
+    all_rows_widths: tuple[
         int, ...
-    ] = ()  # static widths whose runs return all rows of logits; for a long chunk it may be one
+    ] = ()  # static widths whose runs return the logits of all rows, not of one
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> GraphMeta:
@@ -62,7 +62,9 @@ class GraphMeta:
             return cls(
                 profile=str(values["profile"]),
                 widths=widths,
-                whole=tuple(width for width in widths or () if int(rows.get(str(width), width)) == width),
+                all_rows_widths=tuple(
+                    width for width in widths or () if int(rows.get(str(width), width)) == width
+                ),
                 hidden_layers=tuple(values["hidden_layers"]),
                 masks=tuple(values["masks"]),
                 sliding_window=values["sliding_window"],
