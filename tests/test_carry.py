@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 
 from outrider.errors import ExportError
-from outrider.quantize.carry import carried_scheme, carry
+from outrider.quantize.carry import carried_scheme, carry, split_minima, with_sums
 from outrider.quantize.ggml import GGML_TYPES, dequantize
 from outrider.quantize.pack import pack, unpack
 from outrider.quantize.schemes import BlockInt, Carry, PackedMatrix, RawBlocks
@@ -61,6 +63,35 @@ def test_minima_are_exact_as_a_correction(type_name: str) -> None:
     sums = x.reshape(3, -1, packed.scheme.block).sum(axis=-1)
     y = x @ unpack(uncorrected).T + sums @ packed.correction.T
     np.testing.assert_allclose(y, x @ source.T, atol=1e-4 * np.abs(source).max() * raw.shape[1] ** 0.5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_product_with_block_sums_behind_its_inputs_holds_minima_far_below_the_sources_own_step(
+    bits: Literal[4, 8],
+) -> None:
+    rng = np.random.default_rng(0)
+    source = BlockInt(bits, 32)
+    codes = rng.integers(0, 256, (12, 18, 4 * bits)).astype(np.uint8)
+    scales = rng.uniform(-0.01, 0.01, (12, 18)).astype(np.float32)
+    scales[0, :2] = 0  # blocks of one value
+    correction = np.where(scales == 0, 0.01, scales * rng.uniform(-7, 7, scales.shape)).astype(np.float32)
+    exact = PackedMatrix(source, (12, 576), codes, scales, correction=correction)
+    split = split_minima(exact)
+    assert split is not None
+    kept, wide = split[0], with_sums(*split)
+    step = np.sqrt(np.mean(np.square(scales)) / 12)  # of rounding to the source's codes
+    wrong = unpack(kept) - unpack(exact)
+    assert np.sqrt(np.mean(np.square(wrong))) < (0.1 if bits == 4 else 0.01) * step
+    x = rng.standard_normal((3, 576)).astype(np.float32)
+    behind = np.concatenate([x, x.reshape(3, 18, 32).sum(axis=-1)], axis=1)
+    assert wide.shape == (12, 576 + 18)
+    np.testing.assert_allclose(behind @ unpack(wide).T, x @ unpack(kept).T, atol=1e-4)
+
+
+def test_minima_that_no_zero_point_reaches_are_not_split() -> None:
+    raw = raw_blocks("Q4_1")  # minima up to forty steps below 0
+    exact = pack(dequantize(raw), Carry(), raw=[raw])
+    assert split_minima(exact) is None
 
 
 @pytest.mark.parametrize("type_name", WITH_MINIMUM)

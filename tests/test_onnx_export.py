@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from outrider.errors import ExportError, UsageError
-from outrider.export.bind import CORRECTION
 from outrider.export.onnx import export_graph
 from outrider.export.slots import SlotWeights, matrix_slots
 from outrider.quantize.pack import pack, unpack
@@ -114,37 +113,33 @@ def test_dynamic_int8_is_close_to_the_float_weights(tmp_path: Path) -> None:
     assert report.operators["DynamicQuantizeMatMul"] == 2 * 4 + 1
 
 
-def test_a_correction_is_added_to_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_minima_are_carried_by_zero_points_and_sums_of_the_inputs_blocks(
+    bits: Literal[4, 8], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
-    corrections: dict[tuple[int, int], np.ndarray] = {}
+    corrections: list[np.ndarray] = []
 
     def with_correction(weight: np.ndarray, scheme: Any, **options: Any) -> PackedMatrix:
         packed = pack(weight, scheme)
-        if scheme == CORRECTION:  # the minima themselves
-            return packed
-        correction = rng.normal(0, 0.05, packed.scales.shape).astype(np.float32)
-        corrections[id(weight), len(corrections)] = correction
-        return replace(packed, correction=correction)
+        assert packed.scales is not None
+        corrections.append(packed.scales * rng.uniform(-4, 4, packed.scales.shape).astype(np.float32))
+        return replace(packed, correction=corrections[-1])
 
     class Corrected(Rounded):
-        order = iter(())
-
         def matrix(self, slot: str) -> np.ndarray:
             rounded = super().matrix(slot)
-            shift = made[slot]
-            return rounded + np.repeat(shift, 32, axis=1)[:, : rounded.shape[1]]
+            return rounded + np.repeat(made[slot], 32, axis=1)[:, : rounded.shape[1]]
 
     monkeypatch.setattr("outrider.export.bind.pack", with_correction)
-    for hidden in (64, 80):  # 80: blocks of 32 do not divide the width
-        slots = weights("llama", num_hidden_layers=1, hidden_size=hidden, head_dim=16)
-        recipe = Recipe("r", blocks(4), blocks(4), blocks(8))
-        corrections.clear()
-        report = export(slots, recipe, tmp_path)
-        made = dict(zip([slot.slot for slot in report.slots], corrections.values(), strict=True))
-        expected = EagerGraph(Corrected(slots, recipe)).forward(TOKENS).logits
-        plain = EagerGraph(Rounded(slots, recipe)).forward(TOKENS).logits
-        missed, error = np.abs(plain - expected).max(), np.abs(logits(report) - expected).max()
-        assert error < 0.03 * missed, (error, missed)
+    slots = weights("llama", num_hidden_layers=1)
+    recipe = Recipe("r", blocks(bits), blocks(8), blocks(8))
+    report = export(slots, recipe, tmp_path)
+    made = dict(zip([slot.slot for slot in report.slots], corrections, strict=True))
+    expected = EagerGraph(Corrected(slots, recipe)).forward(TOKENS).logits
+    plain = EagerGraph(Rounded(slots, recipe)).forward(TOKENS).logits
+    missed, error = np.abs(plain - expected).max(), np.abs(logits(report) - expected).max()
+    assert error < 0.03 * missed, (error, missed)
 
 
 def test_an_8_bit_tied_head_and_embedding_share_one_set_of_bytes(tmp_path: Path) -> None:

@@ -18,14 +18,23 @@ from outrider.export.config import ModelConfig
 from outrider.export.onnx_form import MICROSOFT, OPSET, as_half
 from outrider.export.slots import SlotWeights, matrix_slots, slot_shape
 from outrider.quantize.calibration import calibrated_scheme
-from outrider.quantize.pack import pack
+from outrider.quantize.carry import split_minima, with_sums
+from outrider.quantize.pack import pack, relative_error
 from outrider.quantize.report import SlotReport, describe
-from outrider.quantize.schemes import AnyScheme, BlockInt, DynamicInt8, Float, PackedMatrix, Recipe, Scheme
+from outrider.quantize.schemes import (
+    AnyScheme,
+    BlockInt,
+    Carry,
+    DynamicInt8,
+    Float,
+    PackedMatrix,
+    Recipe,
+    Scheme,
+)
 
 __all__ = ["bind", "slot_scheme"]
 
 PAGE = 4096  # large tensors start on a page, so that a runtime can map them
-CORRECTION = BlockInt(8, 32)  # of block minima, [N, blocks]
 INLINE_BYTES = 256  # smaller tensors stay in the graph file
 
 Progress = Callable[[str, int, int], None]
@@ -40,6 +49,7 @@ class Stored:
     tensors: Mapping[str, Any]  # part -> TensorProto
     report: SlotReport
     tied: bool = False  # the tensors are the embedding's, [N, K] also when they are float
+    sums: bool = False  # columns for the block sums of the input follow those of the input
 
 
 class DataFile:
@@ -140,7 +150,8 @@ class Binder:
         scheme = slot_scheme(self.recipe, config, slot)
         if slot == "head" and config.tie_embeddings:
             twin = self.stored["embedding"]
-            if scheme == slot_scheme(self.recipe, config, "embedding"):
+            same = scheme == slot_scheme(self.recipe, config, "embedding")
+            if same and "correction" not in twin.tensors:  # which a product has in another form
                 report = replace(
                     twin.report,
                     slot=slot,
@@ -156,18 +167,20 @@ class Binder:
     def write(self, slot: str, scheme: AnyScheme) -> Stored:
         """Pack a slot and append its parts to the data file."""
         weight, raw, stats = self.weights.matrix(slot), self.weights.raw(slot), self.stats.get(slot)
-        packed = pack(weight, scheme, raw=raw, stats=stats)
+        packed = stored = pack(weight, scheme, raw=raw, stats=stats)
+        if packed.correction is not None and slot != "embedding":
+            packed, stored = with_carried_minima(weight, packed, scheme)
         report = describe(slot, weight, packed, self.recipe.scheme_for(slot), raw, stats is not None)
         parts = {
-            "weight": kernel_layout(packed, slot),
-            "scales": packed.scales,
-            "zero_points": packed.zero_points,
-            **correction_parts(packed, slot),
+            "weight": kernel_layout(stored, slot),
+            "scales": stored.scales,
+            "zero_points": stored.zero_points,
+            "correction": None if stored.correction is None else stored.correction.T,  # [blocks, N]
         }
         arrays = {name: values for name, values in parts.items() if values is not None}
         tensors = {name: self.data.add(f"{slot}.{name}", values) for name, values in arrays.items()}
         report = replace(report, bytes_after=sum(values.nbytes for values in arrays.values()))
-        return Stored(packed.scheme, packed.shape, tensors, report)
+        return Stored(packed.scheme, packed.shape, tensors, report, sums=stored.shape != packed.shape)
 
 
 def slot_scheme(recipe: Recipe, config: ModelConfig, slot: str) -> AnyScheme:
@@ -184,18 +197,18 @@ def slot_scheme(recipe: Recipe, config: ModelConfig, slot: str) -> AnyScheme:
     return calibrated_scheme(own, inputs)
 
 
-def correction_parts(packed: PackedMatrix, slot: str) -> dict[str, NDArray[Any] | None]:
-    """What a product or a lookup needs to add the blocks' minima.
-
-    A product takes them in 8 bits through the same kernel as its codes: in float32 a single row would be summed
-    in another order than several, and the text could then depend on the draft.
-    """
-    if packed.correction is None:
-        return {}
-    if slot == "embedding":
-        return {"correction": packed.correction.T}  # [blocks, N]
-    minima = pack(packed.correction, CORRECTION)
-    return {"correction.weight": minima.codes, "correction.scales": minima.scales}
+def with_carried_minima(
+    weight: NDArray[np.float32], packed: PackedMatrix, scheme: AnyScheme
+) -> tuple[PackedMatrix, PackedMatrix]:
+    """A product's matrix with minima, and what the kernel reads of it; rounded again where they cannot be carried."""
+    split = split_minima(packed)
+    if split is None:
+        assert isinstance(scheme, Carry)
+        rounded = pack(weight, scheme.eight_bit)
+        return rounded, rounded
+    kept, sums = split
+    kept = replace(kept, details={"relative_error": relative_error(weight, kept)})
+    return kept, with_sums(kept, sums)
 
 
 def kernel_layout(packed: PackedMatrix, slot: str) -> NDArray[Any]:
@@ -346,17 +359,13 @@ def _product_blocks(binder: Binder, stored: Stored, x: str, output: str, bias: s
     scheme = stored.scheme
     assert isinstance(scheme, BlockInt)
     zeros = binder.part(stored, "zero_points") if "zero_points" in stored.tensors else _middle(binder, stored)
+    if stored.sums:
+        x, K = _with_block_sums(binder, x, K, scheme.block)
     inputs = [x, binder.part(stored, "weight"), binder.part(stored, "scales"), zeros, "", bias]
     while inputs[-1] == "":
         inputs.pop()
-    corrected = "correction.weight" in stored.tensors
-    target = _blocks_node(binder, inputs, f"{output}.product" if corrected else output, K, N, scheme)
-    if corrected:
-        sums = _block_sums(binder, x, K, scheme.block)
-        inputs = [sums, binder.part(stored, "correction.weight"), binder.part(stored, "correction.scales")]
-        blocks = -(-K // scheme.block)
-        shift = _blocks_node(binder, inputs, f"{output}.shift", blocks, N, CORRECTION)
-        binder.node("Add", [target, shift], output)
+    sizes = {"K": K, "N": N, "bits": scheme.bits, "block_size": scheme.block}
+    binder.node("MatMulNBits", inputs, output, MICROSOFT, accuracy_level=scheme.accuracy_level, **sizes)
 
 
 def _middle(binder: Binder, stored: Stored) -> str:
@@ -376,21 +385,15 @@ def _middle(binder: Binder, stored: Stored) -> str:
     return binder.constant(f"middle.{N}.{columns}", np.full((N, columns), 0x88, np.uint8))
 
 
-def _blocks_node(binder: Binder, inputs: Sequence[str], output: str, K: int, N: int, scheme: BlockInt) -> str:
-    sizes = {"K": K, "N": N, "bits": scheme.bits, "block_size": scheme.block}
-    return binder.node(
-        "MatMulNBits", inputs, output, MICROSOFT, accuracy_level=scheme.accuracy_level, **sizes
-    )
+def _with_block_sums(binder: Binder, x: str, K: int, block: int) -> tuple[str, int]:
+    """x with the sums of its blocks behind it, [1, S, K] -> [1, S, K + blocks], and that width.
 
-
-def _block_sums(binder: Binder, x: str, K: int, block: int) -> str:
-    """Sums of x over blocks of its last axis, [1, S, K] -> [1, S, blocks]."""
-    blocks = -(-K // block)
-    name = f"{x}.sums.{block}"
-    if K % block:
-        member = (np.arange(K)[:, None] // block == np.arange(blocks)).astype(np.float32)  # [K, blocks]
-        return binder.node("MatMul", [x, binder.constant(f"blocks.{K}.{block}", member)], name)
+    The operator sums a row in the same order in any company, and the product takes the sums as it takes x, so that
+    the text cannot depend on the draft.
+    """
+    blocks = K // block
     shape = binder.constant(f"shape.blocks.{blocks}.{block}", np.array([1, -1, blocks, block]))
     last = binder.constant("axis.last", np.array([-1], np.int64))
     split = binder.node("Reshape", [x, shape], f"{x}.blocks.{block}")
-    return binder.node("ReduceSum", [split, last], name, keepdims=0)
+    sums = binder.node("ReduceSum", [split, last], f"{x}.sums.{block}", keepdims=0)
+    return binder.node("Concat", [x, sums], f"{x}.with_sums.{block}", axis=-1), K + blocks

@@ -297,7 +297,7 @@ def _bits(scheme: AnyScheme) -> float:
     if isinstance(scheme, BlockInt):
         return scheme.bits + 32 / scheme.block + (0 if scheme.symmetric else 8 / scheme.block)
     if isinstance(scheme, Carry):
-        return _bits(scheme.otherwise) + 32 / 32  # a correction of one float for 32 weights
+        return _bits(scheme.otherwise) + 9 / 32  # a zero point and a correction for 32 weights
     assert isinstance(scheme, DynamicInt8)
     return 8
 

@@ -3,6 +3,7 @@
 A ggml block is value = scale * (code - offset) + minimum. Blocks without a minimum fit `MatMulNBits` as they
 are, once their codes are moved to the kernel's middle. A minimum is exact as a correction: y gains
 block_sums(x) times (minimum + offset to the middle), because it is the same for every value of a block.
+A product has most of that for nothing, as a zero point, and the rest as further columns; see `split_minima`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,22 @@ import numpy as np
 
 from outrider.errors import ExportError
 from outrider.quantize.ggml import Blocks, blocks
-from outrider.quantize.layout import concatenate, over_chunks, store_blocks
-from outrider.quantize.methods import Codes, middle
+from outrider.quantize.layout import (
+    concatenate,
+    over_chunks,
+    pack_nibbles,
+    store_blocks,
+    to_blocks,
+    unpack_nibbles,
+    unpack_rows,
+)
+from outrider.quantize.methods import Codes, middle, quantize_blocks
 from outrider.quantize.schemes import BlockInt, Carry, PackedMatrix, RawBlocks
 
-__all__ = ["carried_scheme", "carry", "rounded_scheme"]
+__all__ = ["carried_scheme", "carry", "rounded_scheme", "split_minima", "with_sums"]
+
+
+FARTHEST = 0.25  # of the source's own rounding, which a step / sqrt(12) is
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,54 @@ def carry(raw: Sequence[RawBlocks], scheme: BlockInt | Carry) -> PackedMatrix | 
         run = partial(_carry_rows, part, target, corrected)
         chunks += over_chunks(run, part.shape)
     return replace(concatenate(chunks), carried=True)
+
+
+def split_minima(packed: PackedMatrix) -> tuple[PackedMatrix, PackedMatrix] | None:
+    """The matrix with whole zero points in place of most of its correction, and the rest [N, blocks] in few bits.
+
+    What is left of a minimum is at most half a step of its block, so that it takes no more bits than the codes: with
+    4, its rounding is a fifteenth of what rounding to whole zero points alone would do. The `correction` of the first
+    is what the second holds. None when many blocks lie so far from 0 that no zero point reaches, and the rounding
+    would be more than a quarter of the source's own.
+    """
+    scheme, scales, correction = packed.scheme, packed.scales, packed.correction
+    assert isinstance(scheme, BlockInt)
+    assert scales is not None
+    assert correction is not None
+    half = middle(scheme.bits)
+    exact = half - np.divide(correction, scales, out=np.zeros_like(scales), where=scales != 0)
+    zeros = np.clip(np.rint(exact), 0, 2 * half - 1)  # [N, blocks]
+    left = correction - scales * (half - zeros)
+    rest = replace(scheme, symmetric=True, method="mse")
+    sums = store_blocks(quantize_blocks(to_blocks(left, scheme.block), rest), rest, left.shape)
+    held = unpack_rows(sums, slice(None))
+    if np.mean(np.square(held - left)) > FARTHEST**2 * np.mean(np.square(scales)) / 12:
+        return None
+    zero_points = zeros.astype(np.uint8)
+    stored = pack_nibbles(zero_points) if scheme.bits == 4 else zero_points
+    return replace(packed, zero_points=stored, correction=held), sums
+
+
+def with_sums(packed: PackedMatrix, sums: PackedMatrix) -> PackedMatrix:
+    """The two of `split_minima` as one matrix [N, K + blocks], for inputs x with their block sums behind them.
+
+    The blocks must divide K, as those of a GGUF file do.
+    """
+    scheme, zeros = packed.scheme, packed.zero_points
+    assert isinstance(scheme, BlockInt)
+    assert zeros is not None
+    assert packed.scales is not None
+    assert sums.scales is not None
+    N, blocks, _ = packed.codes.shape
+    whole = zeros if scheme.bits == 8 else unpack_nibbles(zeros, blocks)
+    whole = np.concatenate([whole, np.full(sums.scales.shape, middle(scheme.bits), np.uint8)], axis=1)
+    return PackedMatrix(
+        scheme,
+        (N, packed.shape[1] + blocks),
+        np.concatenate([packed.codes, sums.codes], axis=1),
+        np.concatenate([packed.scales, sums.scales], axis=1),
+        whole if scheme.bits == 8 else pack_nibbles(whole),
+    )
 
 
 def _carry_rows(part: RawBlocks, target: BlockInt, corrected: bool, rows: slice) -> PackedMatrix:

@@ -71,7 +71,7 @@ def check_changed(reports: Sequence[SlotReport], recipe: Recipe) -> None:
 
 def _reason(packed: PackedMatrix, asked: AnyScheme, raw: Sequence[RawBlocks] | None, calibrated: bool) -> str:
     if packed.carried:
-        how = "" if packed.correction is None else ", minima as a correction in 8 bits"
+        how = "" if packed.correction is None else ", minima as zero points and a correction"
         return f"the source's own blocks{how}"
     if isinstance(packed.scheme, Float):
         return f"left in {packed.scheme.dtype}: the recipe says so"
