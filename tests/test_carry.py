@@ -83,8 +83,8 @@ def test_a_product_with_block_sums_behind_its_inputs_holds_minima_far_below_the_
     wrong = unpack(kept) - unpack(exact)
     assert np.sqrt(np.mean(np.square(wrong))) < (0.1 if bits == 4 else 0.01) * step
     x = rng.standard_normal((3, 576)).astype(np.float32)
-    behind = np.concatenate([x, x.reshape(3, 18, 32).sum(axis=-1)], axis=1)
-    assert wide.shape == (12, 576 + 18)
+    behind = np.concatenate([x, x.reshape(3, 18, 32).sum(axis=-1), np.ones((3, 14), np.float32)], axis=1)
+    assert wide.shape == (12, 576 + 18 + 14)  # a whole number of blocks
     np.testing.assert_allclose(behind @ unpack(wide).T, x @ unpack(kept).T, atol=1e-4)
 
 

@@ -386,14 +386,30 @@ def _middle(binder: Binder, stored: Stored) -> str:
 
 
 def _with_block_sums(binder: Binder, x: str, K: int, block: int) -> tuple[str, int]:
-    """x with the sums of its blocks behind it, [1, S, K] -> [1, S, K + blocks], and that width.
+    """x with the sums of its blocks behind it and zeros up to a whole block, and the width of all.
 
     The operator sums a row in the same order in any company, and the product takes the sums as it takes x, so that
-    the text cannot depend on the draft.
+    the text cannot depend on the draft. Arm's kernels that keep to that take whole blocks only.
     """
     blocks = K // block
+    zeros = -(K + blocks) % block
     shape = binder.constant(f"shape.blocks.{blocks}.{block}", np.array([1, -1, blocks, block]))
     last = binder.constant("axis.last", np.array([-1], np.int64))
     split = binder.node("Reshape", [x, shape], f"{x}.blocks.{block}")
     sums = binder.node("ReduceSum", [split, last], f"{x}.sums.{block}", keepdims=0)
-    return binder.node("Concat", [x, sums], f"{x}.with_sums.{block}", axis=-1), K + blocks
+    parts = [x, sums, _zeros(binder, x, zeros)] if zeros else [x, sums]
+    return binder.node("Concat", parts, f"{x}.with_sums.{block}", axis=-1), K + blocks + zeros
+
+
+def _zeros(binder: Binder, x: str, count: int) -> str:
+    """Zeros [1, S, count] for the x [1, S, K] of any product, made once."""
+    from onnx import TensorProto, helper
+
+    name = f"zeros.{count}"
+    if f"{name}.width" not in binder.initializers:
+        rows = binder.node("Shape", [x], f"{name}.rows", start=0, end=2)
+        width = binder.constant(f"{name}.width", np.array([count], np.int64))
+        shape = binder.node("Concat", [rows, width], f"{name}.shape", axis=0)
+        kind = TensorProto.FLOAT16 if binder.data.half else TensorProto.FLOAT
+        binder.node("ConstantOfShape", [shape], name, value=helper.make_tensor("zero", kind, [1], [0]))
+    return name

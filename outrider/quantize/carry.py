@@ -136,9 +136,9 @@ def split_minima(packed: PackedMatrix) -> tuple[PackedMatrix, PackedMatrix] | No
 
 
 def with_sums(packed: PackedMatrix, sums: PackedMatrix) -> PackedMatrix:
-    """The two of `split_minima` as one matrix [N, K + blocks], for inputs x with their block sums behind them.
+    """The two of `split_minima` as one matrix, for inputs x with their block sums behind them.
 
-    The blocks must divide K, as those of a GGUF file do.
+    [N, K + blocks], and columns of zeros up to a whole block. The blocks must divide K, as those of a GGUF file do.
     """
     scheme, zeros = packed.scheme, packed.zero_points
     assert isinstance(scheme, BlockInt)
@@ -148,10 +148,11 @@ def with_sums(packed: PackedMatrix, sums: PackedMatrix) -> PackedMatrix:
     N, blocks, _ = packed.codes.shape
     whole = zeros if scheme.bits == 8 else unpack_nibbles(zeros, blocks)
     whole = np.concatenate([whole, np.full(sums.scales.shape, middle(scheme.bits), np.uint8)], axis=1)
+    codes = np.concatenate([packed.codes, sums.codes], axis=1)
     return PackedMatrix(
         scheme,
-        (N, packed.shape[1] + blocks),
-        np.concatenate([packed.codes, sums.codes], axis=1),
+        (N, codes.shape[1] * scheme.block),
+        codes,
         np.concatenate([packed.scales, sums.scales], axis=1),
         whole if scheme.bits == 8 else pack_nibbles(whole),
     )
