@@ -25,9 +25,9 @@ from outrider.export.bind import bind
 from outrider.export.config import ModelConfig
 from outrider.export.decoder import Decoder, Step
 from outrider.export.onnx_form import HOST, OPSET, GraphForm, add_top, drop_unread_inputs, halve
-from outrider.export.onnx_parts import PADDING, PROFILES, Profile, SymbolicPrimitives, vector
+from outrider.export.onnx_parts import PADDING, PADDING_ROWS, PROFILES, Profile, SymbolicPrimitives, vector
 from outrider.export.rope import rope_tables, rotary_size
-from outrider.export.slots import SlotWeights
+from outrider.export.slots import SlotWeights, slot_shape
 from outrider.quantize.report import SlotReport, check_changed
 from outrider.quantize.schemes import DynamicInt8, Recipe
 
@@ -88,7 +88,7 @@ def export_graph(
     check_form(form, profile, recipe)
     path = Path(path)
     model = shaped(trace(config, profile, max_context, tuple(hidden_layers), form.chains), config, form)
-    vectors = rope_vectors(config, max_context)
+    vectors = constants(config, max_context)
     slots = bind(
         model,
         path,
@@ -206,9 +206,10 @@ def check_request(
         )
 
 
-def rope_vectors(config: ModelConfig, max_context: int) -> dict[str, NDArray[np.float32]]:
-    """The tables that the graph reads by position: `rope.<layer type>.cos` and `.sin`."""
-    tables = {}
+def constants(config: ModelConfig, max_context: int) -> dict[str, NDArray[np.float32]]:
+    """What the graph reads beside weights: tables by position, `rope.<layer type>.cos` and `.sin`, and padding."""
+    width = slot_shape(config, "layers.0.qkv")[0]
+    tables = {PADDING_ROWS: np.zeros((1, PADDING, width), np.float32)}
     for kind in sorted(set(config.layer_types)):
         cos, sin = rope_tables(config, kind, max_context, PADDING)
         tables[f"rope.{kind}.cos"], tables[f"rope.{kind}.sin"] = cos, sin
