@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from outrider.errors import ExportError
+from outrider.export.bind import with_carried_minima
 from outrider.quantize.carry import carried_scheme, carry, split_minima, with_sums
 from outrider.quantize.ggml import GGML_TYPES, dequantize
 from outrider.quantize.pack import pack, unpack
@@ -88,10 +89,15 @@ def test_a_product_with_block_sums_behind_its_inputs_holds_minima_far_below_the_
     np.testing.assert_allclose(behind @ unpack(wide).T, x @ unpack(kept).T, atol=1e-4)
 
 
-def test_minima_that_no_zero_point_reaches_are_not_split() -> None:
+def test_minima_that_no_zero_point_reaches_are_rounded_to_8_bits() -> None:
     raw = raw_blocks("Q4_1")  # minima up to forty steps below 0
-    exact = pack(dequantize(raw), Carry(), raw=[raw])
+    weight = dequantize(raw)
+    exact = pack(weight, Carry(), raw=[raw])
     assert split_minima(exact) is None
+    rounded, stored = with_carried_minima(weight, exact, Carry())  # as the recipe rounds what it does not carry
+    assert rounded is stored
+    assert rounded.scheme == BlockInt(8, 32)
+    assert not rounded.carried
 
 
 @pytest.mark.parametrize("type_name", WITH_MINIMUM)

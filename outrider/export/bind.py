@@ -32,7 +32,7 @@ from outrider.quantize.schemes import (
     Scheme,
 )
 
-__all__ = ["bind", "slot_scheme"]
+__all__ = ["bind", "slot_scheme", "with_carried_minima"]
 
 PAGE = 4096  # large tensors start on a page, so that a runtime can map them
 INLINE_BYTES = 256  # smaller tensors stay in the graph file
