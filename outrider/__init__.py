@@ -11,7 +11,6 @@ Importing this package loads no model library; each comes with the first call th
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from outrider.errors import (
     BackendError,
@@ -29,7 +28,11 @@ from outrider.errors import (
     UsageError,
 )
 
+TYPE_CHECKING = False  # as typing's, whose import takes as long as all of the rest
+
 if TYPE_CHECKING:
+    from typing import Any
+
     from outrider.contracts import Sampling
     from outrider.runtime.aio import AsyncPipeline
     from outrider.runtime.load import load

@@ -114,6 +114,12 @@ class Graph(Protocol):
         ...
 
 
+def _bounds(low: float, high: float) -> str:
+    if high != float("inf"):
+        return f"between {low} and {high}"
+    return "finite" if low == -high else f"finite and at least {low}"
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the target's next token is chosen; the drafter may read it to raise acceptance.
@@ -151,7 +157,7 @@ class Sampling:
         }
         for name, (value, low, high) in bounds.items():
             if not low <= value <= high or value == float("inf"):
-                raise UsageError(f"{name} is {value}; it must be finite and between {low} and {high}")
+                raise UsageError(f"{name} is {value}; it must be {_bounds(low, high)}")
         if self.temperature and not 1e-30 <= self.temperature <= 1e30:  # logits over it are float32
             raise UsageError(f"temperature is {self.temperature}; it must be 0 or between 1e-30 and 1e+30")
         if self.mode not in ("match", "reject"):

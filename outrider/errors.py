@@ -19,7 +19,6 @@ A message says what happened, the value seen, and what to do.
 
 from __future__ import annotations
 
-import platform
 import sys
 
 __all__ = [
@@ -65,6 +64,8 @@ def _why_no_wheel(module: str) -> str:
     """What keeps an extra from installing its library here; empty where nothing does."""
     if module != "coremltools":
         return ""
+    import platform  # not above: `outrider.cli` can tell an interrupt only once the package is imported
+
     where = sys.platform, platform.machine().lower()
     built = where[0] == "darwin" or where in (("linux", "x86_64"), ("linux", "amd64"))
     if built and sys.version_info < (3, 14):

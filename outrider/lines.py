@@ -42,9 +42,9 @@ _log = logging.getLogger(__name__)
 class LineWriter:
     """Appends records to a path, or to an open file that stays its owner's; a context manager.
 
-    What is written to a path is on its way to the disk when `write` returns. Raises `failure` when the file
-    cannot be opened or the disk refuses; the trace then ends with its last whole line, further calls do
-    nothing, and `error` says why. `allow_nan` lets infinities pass as JavaScript writes them.
+    The folders above a path are made, and what is written to it is on its way to the disk when `write` returns.
+    Raises `failure` when the file cannot be opened or the disk refuses; the trace then ends with its last whole
+    line, further calls do nothing, and `error` says why. `allow_nan` lets infinities pass as JavaScript writes them.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class LineWriter:
         self._file: BinaryIO | TextIO
         if isinstance(target, str | os.PathLike):
             try:
+                Path(target).parent.mkdir(parents=True, exist_ok=True)
                 self._file = Path(target).open("wb", buffering=0)  # noqa: SIM115  (closed by `close`)
             except OSError as error:
                 raise self._refused(error) from None

@@ -138,6 +138,10 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = os.fspath(
+                target
+            )  # a write knows no name, and the temporary one tells nobody anything
         raise

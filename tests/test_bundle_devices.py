@@ -346,7 +346,8 @@ def test_a_device_file_of_the_users_own_is_compiled_for_by_its_name_and_its_path
 def test_the_demo_of_a_device_proves_its_draft_and_leaves_the_text_alone(
     tiny_models: Models, traced_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outrider.cli import cli, demo
+    from outrider.cli import demo
+    from outrider.cli.root import cli
 
     model = str(tiny_models["target"])
     monkeypatch.setitem(demo.PAIRS, "smollm2", demo.Pair(model, "fp32", model, "fp32", "a tiny pair"))

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from outrider.cli import cli
 from outrider.cli.check import describe
+from outrider.cli.root import cli
 from outrider.contracts import Graph, Output, Reading
 from outrider.errors import BundleError
 from outrider.manifest import describe_file, read_manifest, write_manifest

@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import outrider
-from outrider.cli import COMMANDS, cli
 from outrider.cli.generate import summary
+from outrider.cli.root import COMMANDS, cli
 from outrider.contracts import Reading
 from outrider.manifest import verify
 from outrider.power.telemetry import TelemetryWriter
@@ -103,7 +103,7 @@ def test_the_version_is_the_package_s(run_main: Run) -> None:
         (["generate", "nowhere", "-p", "x"], 2, "does not exist"),
         (["profile", "nowhere"], 2, "nowhere does not exist; give a folder"),
         (["simulate", "nowhere", "--scenario", "board-cap"], 2, "nowhere does not exist; give a folder"),
-        (["check", "."], 1, "manifest.json does not exist"),
+        (["check", "."], 2, ". holds no manifest.json; give a folder made by"),
         (["fetch", "no-such-model"], 2, "no-such-model"),
         (["fetch", "gemma3-270m-q4_k_m"], 2, "--accept-license gemma"),
         (["export", "-m", "nowhere", "-o", "out"], 2, "no file, folder, hub id"),
@@ -114,6 +114,7 @@ def test_the_version_is_the_package_s(run_main: Run) -> None:
         (["export", "-m", "x", "-o", "out", "--draft-precision", "int8"], 2, "--draft-precision was given"),
         (["export", "-m", "x", "-o", "out", "--draft-override", "a=int8"], 2, "--draft-override was given"),
         (["export", "-m", "x", "-o", "out", "--draft-revision", "v1"], 2, "--draft-revision was given"),
+        (["export", "-m", "x", "-o", "out", "--draft-context", "0"], 2, "--draft-context was given"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_exit_code(
@@ -130,16 +131,16 @@ def test_a_mistake_is_one_line_with_its_exit_code(
     ("words", "message"),
     [
         ([], "give the prompt by --prompt or by --prompt-file"),
-        (["-p", "x", "--prompt-file", "y"], "give the prompt by"),
-        (["--prompt-file", "nowhere"], "cannot read the prompt file nowhere"),
+        (["-p", "x", "--prompt-file", os.devnull], "give the prompt by"),
+        (["--prompt-file", "nowhere"], "--prompt-file: nowhere does not exist"),
         (["-p", ""], "the prompt is empty"),
         (["-p", "x", "--k", "many"], "--k is 'many'; expected auto or a whole number"),
         (["-p", "x", "--k", "999"], "--k is 999; a round verifies at most 127 drafted tokens"),
         (["-p", "x", "--k", "²"], "k is '²'"),
         (["-p", "x", "--k", "-1"], "k is '-1'"),
         (["-p", "x", "--drafter", "oracle"], "oracle"),
-        (["-p", "x", "--temp", "-1"], "--temp is -1.0"),
-        (["-p", "x", "--top-p", "0"], "--top-p is 0.0"),
+        (["-p", "x", "--temp", "-1"], "--temp is -1.0; it must be finite and at least 0.0"),
+        (["-p", "x", "--top-p", "0"], "--top-p is 0.0; it must be between 1e-09 and 1.0"),
         (["-p", "x", "--logprobs", "2"], "--logprobs are printed by --json only"),
         (["-p", "x", "--no-draft", "--drafter", "model"], "model"),
         (["-p", "x", "--target-provider", "Cuda"], "unknown execution provider 'Cuda'; known: "),
@@ -147,7 +148,6 @@ def test_a_mistake_is_one_line_with_its_exit_code(
             ["-p", "x", "--no-draft", "--draft-provider", "CPUExecutionProvider"],
             "--draft-provider was given, but --no-draft",
         ),
-        (["-p", "x", "--trace", "nowhere/trace.jsonl"], "cannot write nowhere/trace.jsonl"),
         (["-p", "x", "--power-cap", "-4"], "--power-cap is -4.0"),
         (["-p", "x", "--temp-limit", "7"], "--temp-limit is 7.0"),
         (["-p", "x", "--battery-floor", "101"], "--battery-floor is 101.0"),
@@ -156,7 +156,6 @@ def test_a_mistake_is_one_line_with_its_exit_code(
             ["-p", "x", "--no-governor", "--temp-limit", "70"],
             "--no-governor is given, but --temp-limit was given",
         ),
-        (["-p", "x", "--governor-log", "nowhere/log.jsonl"], "cannot write nowhere/log.jsonl"),
     ],
 )
 def test_an_option_that_cannot_be_honoured_is_refused(
@@ -356,12 +355,20 @@ def test_bench_prints_a_table_csv_and_json(quantized_bundle: Path, tmp_path: Pat
     assert invoke(*words, "-o", "csv").stdout.startswith("test,category,drafter,k,n,")
 
 
-def test_bench_refuses_a_drafter_that_the_bundle_lacks(run_main: Run, quantized_bundle: Path) -> None:
-    code, _, err = run_main(
-        "bench", str(quantized_bundle), "--no-draft", "--drafter", "model", "--threads", "1"
-    )
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--no-draft", "--drafter", "model"], "unknown drafter 'model'; this bundle has lookup"),
+        (["--k", ""], "--k is ''; give at least one, such as 2 or auto"),
+        (["--drafting", ","], "--drafting is ','; give at least one, such as auto"),
+    ],
+)
+def test_bench_refuses_what_it_could_not_measure(
+    run_main: Run, quantized_bundle: Path, words: list[str], message: str
+) -> None:
+    code, _, err = run_main("bench", str(quantized_bundle), "--threads", "1", *words)
     assert code == 2
-    assert "unknown drafter 'model'; this bundle has lookup" in error_line(err)
+    assert message in error_line(err)
 
 
 def test_doctor_speaks_of_the_machine_and_of_a_bundle(quantized_bundle: Path) -> None:
@@ -488,9 +495,9 @@ def test_an_error_of_the_disk_is_one_line(
     run_main: Run, quantized_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any, **__: Any) -> Any:
-        raise OSError(5, "Input/output error")
+        raise OSError(5, "Input/output error", "graph.onnx")
 
     monkeypatch.setattr("outrider.runtime.load.verify_files", fails)
     code, _, err = run_main("generate", str(quantized_bundle), "-p", "x")
     assert code == 1
-    assert "Input/output error" in error_line(err)
+    assert error_line(err) == "outrider: graph.onnx: Input/output error"

@@ -412,7 +412,7 @@ def test_where_coremltools_has_no_wheel_the_error_says_so_and_the_extra_asks_for
 
     monkeypatch.setattr(errors.sys, "platform", system)
     monkeypatch.setattr(errors.sys, "version_info", (*python, 0))
-    monkeypatch.setattr(errors.platform, "machine", lambda: machine)
+    monkeypatch.setattr("platform.machine", lambda: machine)
     message = str(MissingExtraError("coremltools", "coreml"))
     assert "pip install 'outrider[coreml]'" in message
     assert ("installs nothing" in message) is not there

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -288,6 +290,10 @@ def test_the_command_measures_a_bundle_and_keeps_the_profile(
         assert pipeline.engine.planner.costs == Planner(json.loads(times.read_text())["measured"]).costs
 
 
+def full_disk(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_the_command_writes_where_it_is_told(
     float_bundle: Path,
     tmp_path: Path,
@@ -308,9 +314,12 @@ def test_the_command_writes_where_it_is_told(
     assert code == 2, "what is there stays"
     assert "mine.toml exists already; choose another name, or give --overwrite" in err
     assert run_main(*words, "-o", str(tmp_path / "mine.toml"), "--overwrite")[0] == 0
-    code, out, err = run_main(*words, "-o", str(tmp_path / "mine.toml" / "below.toml"))
-    assert code != 0
-    assert "mine.toml" in err
+    monkeypatch.setattr("outrider.records.os.fsync", full_disk)
+    code, out, err = run_main(*words, "-o", str(tmp_path / "full" / "mine.toml"))
+    assert (code, err.splitlines()[-1]) == (1, f"outrider: {tmp_path}/full/mine.toml: No space left on device")
     assert "target forward of  9" in out, "what was measured is shown even if it cannot be kept"
     assert run_main(*words, "-o", str(tmp_path / "mine.json"))[0] == 2
-    assert run_main(*words, "--device", "../mine")[0] == 2
+    for name in ("../mine", "..", ".", "", "a/b", ".hidden", "mine.toml"):
+        code, _, err = run_main(*words, "--device", name)
+        assert code == 2
+        assert f"--device is {name!r}; give a plain name" in err

@@ -279,10 +279,10 @@ def test_where_coremltools_has_no_wheel_the_missing_extra_says_so(monkeypatch: p
         ("x86_64", r"outrider\[coreml\]'$"),
         ("aarch64", "on linux aarch64.* installs nothing"),
     ):
-        monkeypatch.setattr("outrider.errors.platform.machine", lambda machine=machine: machine)
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
         with pytest.raises(MissingExtraError, match=said):
             check_extras(wanted)
-    monkeypatch.setattr("outrider.errors.platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("outrider.errors.sys.version_info", (3, 14, 0))
     with pytest.raises(MissingExtraError, match=r"Python 3\.14 .* wheels for Python up to 3\.13"):
         check_extras(wanted)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from outrider.cli import cli
+from outrider.cli.root import cli
 from outrider.errors import UsageError
 from outrider.targets.device import DEVICES, figures_of, load_device, user_profile_path
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import outrider
-from outrider.cli import COMMANDS
 from outrider.cli.messages import in_options
+from outrider.cli.root import COMMANDS
 from outrider.errors import UsageError
 
 
@@ -36,6 +36,7 @@ def command(name: str) -> Any:
         ("generate", "graphs[0].max_context is 'many'", "graphs[0].max_context is 'many'"),
         ("profile", "cool_down_s is -1.0; it must", "--cool-down is -1.0; it must"),
         ("bench", "k is 999; a round", "--k is 999; a round"),
+        ("export", "widths are (-1,); each", "--widths are (-1,); each"),
         ("simulate", "scenario x: power_cap_w is -1", "scenario x: power_cap_w is -1"),
         ("fetch", "temp_limit_c is 3", "temp_limit_c is 3"),
     ],
@@ -58,6 +59,7 @@ def test_from_python_the_parameter_is_named() -> None:
 
 
 def test_the_command_line_names_the_option(run_main: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").touch()
     code, _, err = run_main("bench", str(tmp_path), "--power-cap", "-4")
     assert code == 2
     assert err.startswith("outrider: --power-cap is -4.0; it must be a number between")

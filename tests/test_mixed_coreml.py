@@ -311,7 +311,8 @@ def test_on_a_mac_packages_come_first(apple_bundle: Path, monkeypatch: pytest.Mo
 def test_the_demo_of_an_iphone_proves_its_draft_and_leaves_the_text_alone(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outrider.cli import cli, demo
+    from outrider.cli import demo
+    from outrider.cli.root import cli
 
     pair = demo.Pair(str(model), "fp32", str(model), "fp32", "a tiny pair")
     monkeypatch.setitem(demo.PAIRS, "smollm2", pair)

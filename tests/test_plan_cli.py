@@ -117,3 +117,31 @@ def test_models_are_planned_for_from_their_headers(run_main: Run, tiny_models: d
     units = {option["target"]["unit"] for option in plan["options"]}
     assert units == {"gpu", "cpu"}
     assert {option["target"]["backend"] for option in plan["options"]} == {"coreml", "onnxruntime"}
+
+
+@pytest.mark.parametrize("option", ["--model", "--draft-model"])
+def test_a_plan_downloads_no_weights(
+    run_main: Run, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    models = {"--model": str(tiny_models["target"]), option: "qwen2.5-coder-1.5b-q4_k_m"}
+    code, out, err = run_main("plan", *(word for pair in models.items() for word in pair))
+    assert (code, out) == (2, "")
+    assert "`outrider fetch qwen2.5-coder-1.5b-q4_k_m` does (1117 MB)" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["someone/a-model", "smollm2-135m"])
+def test_of_the_hub_a_plan_takes_the_configuration_alone(
+    run_main: Run, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    asked = []
+
+    def hub_file(repo: str, file: str, revision: str | None) -> Path:
+        asked.append((repo, file))
+        return tiny_models["target"] / file
+
+    monkeypatch.setattr("outrider.export.checkpoint.hub_file", hub_file)
+    code, _, err = run_main("plan", "-m", name, "--device", "raspberry-pi-5")
+    assert (code, err) == (0, "")
+    assert asked == [({"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}.get(name, name), "config.json")]

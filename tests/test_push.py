@@ -275,7 +275,7 @@ def test_a_relative_folder_is_refused(bundle: Path) -> None:
             UsageError,
             "2 phones are there: A, B; choose one with --serial",
         ),
-        ({"A": "device"}, "C", DeviceError, "no phone has the serial C; there are: A"),
+        ({"A": "device"}, "C", DeviceError, "no phone has the serial 'C'; there are: A"),
     ],
 )
 def test_a_phone_that_cannot_be_used_is_named_with_a_way_out(

@@ -421,7 +421,7 @@ def test_a_damaged_trace_is_named_by_line(run_main: Callable[..., Any], trace: P
     ("words", "message"),
     [
         (["--policies", "plain,best"], "unknown policy 'best'"),
-        (["--policies", ","], "no policy is given"),
+        (["--policies", ","], "--policies is ','; give at least one, such as governed"),
         (["--device", "toaster"], "unknown device 'toaster'"),
         (["--threads", "2"], "--threads concerns a bundle"),
     ],

@@ -181,9 +181,9 @@ def test_a_full_disk_from_the_start_is_a_clear_error() -> None:
         TelemetryWriter("/dev/full")
 
 
-def test_a_folder_that_does_not_exist_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(TelemetryError, match="No such file"):
-        TelemetryWriter(tmp_path / "no" / "t.jsonl")
+def test_a_folder_in_place_of_a_file_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(TelemetryError, match="Is a directory"):
+        TelemetryWriter(tmp_path)
 
 
 class Warming:

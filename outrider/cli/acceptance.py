@@ -7,14 +7,11 @@ from typing import Any
 
 import click
 
-from outrider.cli.options import (
-    ProgressBar,
+from outrider.cli.options import ProgressBar, loading_options, open_pipeline, prompt_options, prompts_from
+from outrider.cli.paths import (
+    OutputFile,
     bundle_argument,
-    loading_options,
-    open_pipeline,
     overwrite_option,
-    prompt_options,
-    prompts_from,
     refuse_existing,
     without_telemetry,
 )
@@ -28,7 +25,7 @@ __all__ = ["command"]
     "--output",
     "-o",
     "out",
-    type=click.Path(path_type=Path),
+    type=OutputFile(),
     required=True,
     help="Write the trace to this file.",
 )

@@ -9,18 +9,17 @@ import click
 
 from outrider.cli.options import (
     ProgressBar,
-    bundle_argument,
     governing_options,
     json_option,
+    listed,
     loading_options,
     open_pipeline,
-    overwrite_option,
     parse_drafting,
     parse_k,
     prompt_options,
     prompts_from,
-    refuse_replacing,
 )
+from outrider.cli.paths import bundle_argument, overwrite_option, refuse_replacing
 from outrider.errors import UsageError
 
 if TYPE_CHECKING:
@@ -93,8 +92,8 @@ def command(bundle: Path, style: str, as_json_text: bool, **options: Any) -> Non
 
     style = "json" if as_json_text else style
     prompts = prompts_from(options)
-    ks = [parse_k(part.strip()) for part in options.pop("ks").split(",") if part.strip()]
-    modes = [parse_drafting(part.strip()) for part in options.pop("drafting").split(",") if part.strip()]
+    ks = [parse_k(part) for part in listed(options.pop("ks"), "--k", "2 or auto")]
+    modes = [parse_drafting(part) for part in listed(options.pop("drafting"), "--drafting", "auto")]
     drafters, repeats = options.pop("drafters"), options.pop("repeats")
     tokens, prompt_tokens = options.pop("max_tokens"), options.pop("prompt_tokens")
     bar = ProgressBar()

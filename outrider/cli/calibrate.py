@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,15 @@ import click
 from outrider.cli.options import (
     FiniteRange,
     ProgressBar,
-    existing_bundle,
     json_option,
     loading_options,
     open_pipeline,
-    overwrite_option,
     print_json,
+)
+from outrider.cli.paths import (
+    OutputFile,
+    bundle_argument,
+    overwrite_option,
     refuse_existing,
     without_telemetry,
 )
@@ -28,7 +32,7 @@ __all__ = ["command"]
 
 
 @click.command(name="calibrate")
-@click.argument("bundle", type=click.Path(path_type=Path), callback=existing_bundle)
+@bundle_argument
 @click.option(
     "--device",
     default="host",
@@ -38,7 +42,7 @@ __all__ = ["command"]
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     help="Write the profile to this .toml file.",
 )
 @click.option(
@@ -117,7 +121,7 @@ def _base(slug: str) -> Device:
     from outrider.runtime.doctor import inspect_machine
     from outrider.targets.device import DEVICES, Soc, shipped_device
 
-    if not slug or Path(slug).name != slug or slug.endswith(".toml"):
+    if not re.fullmatch(r"\w[\w .+-]*", slug) or slug.endswith(".toml"):
         raise UsageError(f"--device is {slug!r}; give a plain name, such as host or my-laptop")
     if slug in DEVICES and slug != "host":
         return shipped_device(slug)

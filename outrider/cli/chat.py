@@ -10,16 +10,14 @@ import click
 
 from outrider.cli.generate import summary
 from outrider.cli.options import (
-    bundle_argument,
     decoding_options,
     governing_options,
     loading_options,
     open_pipeline,
-    overwrite_option,
     parse_k,
-    refuse_replacing,
     sampling_from,
 )
+from outrider.cli.paths import bundle_argument, overwrite_option, refuse_replacing
 
 if TYPE_CHECKING:
     from outrider.runtime.pipeline import Pipeline

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cli.options import ProgressBar, bundle_argument, json_option, print_json, telemetry_option
+from outrider.cli.options import ProgressBar, json_option, print_json
+from outrider.cli.paths import bundle_argument, telemetry_option
 from outrider.contracts import as_json
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cli.options import ProgressBar, telemetry_option
+from outrider.cli.options import ProgressBar
+from outrider.cli.paths import OutputFolder, telemetry_option
 from outrider.errors import BundleError, OutriderError, UsageError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ COOL_S = 15.0  # of the trace, before it gets warm: at least one text should fit
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path),
+    type=OutputFolder(),
     help="Write the bundle into this folder (default: the cache folder).",
 )
 @click.option(

@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cli.options import (
-    ProgressBar,
-    existing_bundle,
-    json_option,
-    loading_options,
-    open_pipeline,
-    print_json,
-)
+from outrider.cli.options import ProgressBar, json_option, loading_options, open_pipeline, print_json
+from outrider.cli.paths import BundleFolder
 from outrider.cli.record import adb_option, sensors_of
 from outrider.errors import UsageError
 
@@ -47,7 +41,7 @@ UNITS = {
 
 
 @click.command(name="doctor")
-@click.argument("bundle", required=False, type=click.Path(path_type=Path), callback=existing_bundle)
+@click.argument("bundle", required=False, type=BundleFolder())
 @loading_options
 @adb_option
 @click.option(

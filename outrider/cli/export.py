@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from outrider.cli.options import ProgressBar, json_option, print_json, without_telemetry
+from outrider.cli.options import ProgressBar, json_option, listed, print_json
+from outrider.cli.paths import InputFile, OutputFolder, without_telemetry
 
 if TYPE_CHECKING:
     from outrider.export.bundle import ExportReport, RoleOptions
@@ -36,7 +36,7 @@ __all__ = ["command", "describe", "proof_line"]
     "--output",
     "-o",
     required=True,
-    type=click.Path(path_type=Path),
+    type=OutputFolder(),
     help="Write the bundle into this folder.",
 )
 @click.option(
@@ -125,7 +125,7 @@ __all__ = ["command", "describe", "proof_line"]
 )
 @click.option(
     "--calibration",
-    type=click.Path(path_type=Path),
+    type=InputFile(),
     help="Set activation ranges by these prompts, one a line or JSON lines (default: texts of the package).",
 )
 @click.option(
@@ -196,7 +196,7 @@ def command(ctx: click.Context, /, as_json_text: bool, **given: Any) -> None:
         evaluate=not given["no_evaluate"],
         force=given["force"],
         mirror=given["mirror"],
-        backends=tuple(name.strip() for name in given["backends"].split(",") if name.strip()),
+        backends=tuple(listed(given["backends"], "--backends", "onnxruntime")) if given["backends"] else (),
         **{name: given[name] for name in _AS_GIVEN},
     )
     named = [name for name in given if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
@@ -242,7 +242,7 @@ def _draft(given: dict[str, Any]) -> RoleOptions | None:
         "coreml_draft_precision",
         "coreml_draft_overrides",
     )
-    if given["draft_model"]:
+    if given["draft_model"] is not None:
         precision, overrides, revision, vocab, *_ = (given[name] for name in names)
         role = RoleOptions(given["draft_model"], precision or "int4", overrides, revision, vocab=vocab)
         return replace(
@@ -251,7 +251,7 @@ def _draft(given: dict[str, Any]) -> RoleOptions | None:
             coreml_overrides=given["coreml_draft_overrides"],
             **_accelerated(given),
         )
-    stray = next((name for name in names if given[name]), None)
+    stray = next((name for name in names if given[name] not in (None, "")), None)
     if stray is not None:
         option = stray.removesuffix("s").replace("_", "-")
         raise UsageError(f"--{option} was given, but no --draft-model; give both or neither")

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cli.options import (
-    bundle_argument,
     decoding_options,
     governing_options,
     json_option,
     loading_options,
     open_pipeline,
-    overwrite_option,
     parse_k,
     print_json,
-    refuse_replacing,
     sampling_from,
 )
+from outrider.cli.paths import InputFile, bundle_argument, overwrite_option, refuse_replacing
 from outrider.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ LEAST_PAUSE_S = 0.05  # in all, below which it would print as 0.0
 @click.command(name="generate")
 @bundle_argument
 @click.option("--prompt", "-p", help="Complete this text; - reads it from standard input.")
-@click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file.")
+@click.option("--prompt-file", type=InputFile(), help="Read the prompt from a file.")
 @click.option("--chat", "as_chat", is_flag=True, help="Put the prompt into the model's chat template.")
 @click.option(
     "--logprobs",

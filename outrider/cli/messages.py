@@ -19,7 +19,7 @@ PHRASES = {
 
 _UNITS = r"(?:_(?:s|w|c|mb|percent))?"
 _HERE = r"(?:^|(?<=but ))"  # a word without an underscore may be prose anywhere else
-_TOLD = r"(?= is | was given)"
+_TOLD = r"(?= is | are | was given)"
 
 
 def in_options(message: str, command: click.Command) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from outrider.cli.paths import InputFile, OutputFile, telemetry_option
 from outrider.contracts import as_json
 from outrider.errors import UsageError
 
@@ -25,26 +26,20 @@ __all__ = [
     "FiniteRange",
     "ProgressBar",
     "Unit",
-    "bundle_argument",
     "decoding_options",
-    "existing_bundle",
     "governing_options",
     "json_option",
+    "listed",
     "loading_from",
     "loading_options",
     "open_pipeline",
-    "overwrite_option",
     "parse_drafting",
     "parse_k",
     "print_json",
     "prompt_options",
     "prompts_from",
-    "refuse_existing",
     "refuse_loading",
-    "refuse_replacing",
     "sampling_from",
-    "telemetry_option",
-    "without_telemetry",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,51 +80,7 @@ class Unit(click.ParamType):  # type: ignore[type-arg]
         return str(value)
 
 
-def existing_bundle(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse a BUNDLE that is no folder (a callback of click)."""
-    if path is not None and not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise UsageError(f"{path} {what}; give a folder made by `outrider export`")
-    return path
-
-
-bundle_argument = click.argument("bundle", type=click.Path(path_type=Path), callback=existing_bundle)
 json_option = click.option("--json", "as_json_text", is_flag=True, help="Print JSON instead of text.")
-overwrite_option = click.option("--overwrite", is_flag=True, help="Replace files that are there already.")
-
-
-telemetry_option = click.option(
-    "--telemetry",
-    type=click.Path(path_type=Path),
-    help="Play back a trace of `outrider record` in place of the machine's sensors.",
-)
-
-
-def without_telemetry(why: str) -> Callable[[F], F]:
-    """Refuse --telemetry, with the reason, for a command in which it would mean nothing true."""
-
-    def refuse(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
-        if value is not None:
-            raise UsageError(f"{why}; leave --telemetry out")
-
-    return click.option(
-        "--telemetry", type=click.Path(path_type=Path), hidden=True, expose_value=False, callback=refuse
-    )
-
-
-def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Refuse to replace a file unless --overwrite is given; a device such as /dev/null holds nothing to lose."""
-    if not overwrite and path.is_file():
-        raise UsageError(f"{path} exists already; choose another name, or give --overwrite")
-
-
-def refuse_replacing(options: dict[str, Any]) -> None:
-    """The same for --trace and --governor-log; --overwrite is taken out of `options`."""
-    overwrite = options.pop("overwrite")
-    for name in ("trace", "governor_log"):
-        if options.get(name) is not None:
-            refuse_existing(options[name], overwrite)
-
 
 _LOADING = [
     click.option(
@@ -234,7 +185,7 @@ _GOVERNING = [
     telemetry_option,
     click.option(
         "--governor-log",
-        type=click.Path(path_type=Path),
+        type=OutputFile(),
         help="Write every decision of the governor to this file.",
     ),
     click.option(
@@ -313,7 +264,7 @@ _DECODING = [
     click.option("--stop", multiple=True, help="Stop before this text; may be given several times."),
     click.option(
         "--trace",
-        type=click.Path(path_type=Path),
+        type=OutputFile(),
         help="Write every decision of the decoding to this file; a chat's second answer to FILE-2, and so on.",
     ),
 ]
@@ -321,7 +272,7 @@ _DECODING = [
 _PROMPTS = [
     click.option(
         "--prompts",
-        type=click.Path(path_type=Path),
+        type=InputFile(),
         help="Read prompts from these JSON lines, with 'turns' or 'prompt' (default: four short ones of our own).",
     ),
     click.option(
@@ -429,6 +380,14 @@ def prompts_from(options: dict[str, Any]) -> list[Prompt]:
 
     file, limit = options.pop("prompts"), options.pop("per_category")
     return load_prompts(file, limit) if file else default_prompts()
+
+
+def listed(text: str, option: str, example: str) -> list[str]:
+    """The parts of a value with commas between. Raises UsageError where there is none."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise UsageError(f"{option} is {text!r}; give at least one, such as {example}")
+    return parts
 
 
 def parse_k(text: str) -> int | str:

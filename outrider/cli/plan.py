@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cli.options import FiniteRange, Unit, existing_bundle, json_option, print_json
+from outrider.cli.options import FiniteRange, Unit, json_option, print_json
+from outrider.cli.paths import BundleFolder
 from outrider.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ MOST_ROWS = 12
 
 
 @click.command(name="plan")
-@click.argument("bundle", type=click.Path(path_type=Path), required=False, callback=existing_bundle)
+@click.argument("bundle", type=BundleFolder(), required=False)
 @click.option(
     "--model",
     "-m",
@@ -78,8 +79,8 @@ MOST_ROWS = 12
 def command(bundle: Path | None, as_json_text: bool, **given: Any) -> None:
     """Choose unit, backend, precision, threads, drafting, widths and context for each role, and say why.
 
-    Nothing is run. Every figure is marked: calibrated, where `outrider calibrate` or an export measured it on this
-    machine, or modelled from the device's profile.
+    Nothing is run, and no weights are downloaded. Every figure is marked: calibrated, where `outrider calibrate` or
+    an export measured it on this machine, or modelled from the device's profile.
     """
     from outrider.export.device_plans import open_device
     from outrider.manifest import read_manifest
@@ -130,7 +131,7 @@ def _candidates(device: Device, manifest: Manifest | None, given: dict[str, Any]
 
 
 def _of_models(device: Device, given: dict[str, Any]) -> tuple[Candidate, ...]:
-    from outrider.export.checkpoint import open_checkpoint
+    from outrider.export.checkpoint import model_config
     from outrider.export.options import ExportOptions, RoleOptions
     from outrider.export.placement import model_candidates
 
@@ -147,11 +148,8 @@ def _of_models(device: Device, given: dict[str, Any]) -> tuple[Candidate, ...]:
         given["max_context"] or 2048,
         npu_target=given["npu_target"],
     )
-    configs = {}
-    for role, name in (("target", given["model"]), ("draft", given["draft_model"])):
-        if name is not None:
-            with open_checkpoint(name) as checkpoint:
-                configs[role] = checkpoint.config
+    models = {"target": given["model"], "draft": given["draft_model"]}
+    configs = {role: model_config(name) for role, name in models.items() if name is not None}
     return model_candidates(device, options, configs)
 
 

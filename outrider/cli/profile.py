@@ -13,16 +13,21 @@ from outrider.cli.options import (
     Finite,
     FiniteRange,
     ProgressBar,
-    existing_bundle,
     json_option,
+    listed,
     loading_from,
     loading_options,
     open_pipeline,
-    overwrite_option,
     parse_k,
     print_json,
-    refuse_existing,
     refuse_loading,
+)
+from outrider.cli.paths import (
+    BundleFolder,
+    InputFile,
+    OutputFolder,
+    overwrite_option,
+    refuse_existing,
     telemetry_option,
 )
 from outrider.errors import OutriderError, UsageError
@@ -40,14 +45,14 @@ OBJECTIVES = ("latency", "energy", "balanced")
 
 
 @click.command(name="profile")
-@click.argument("bundle", type=click.Path(path_type=Path), required=False, callback=existing_bundle)
+@click.argument("bundle", type=BundleFolder(), required=False)
 @click.option(
     "--device",
     help="Simulate this device profile (see `outrider devices`); without it, or with host, measure this machine.",
 )
 @click.option(
     "--acceptance",
-    type=click.Path(path_type=Path),
+    type=InputFile(),
     help="Simulate with this trace of `outrider acceptance` in place of a bundle.",
 )
 @click.option(
@@ -112,7 +117,7 @@ OBJECTIVES = ("latency", "energy", "balanced")
 )
 @click.option(
     "--trace",
-    type=click.Path(path_type=Path),
+    type=InputFile(),
     help="Run nothing; make summary and report again from this profile.jsonl.",
 )
 @click.option(
@@ -125,7 +130,7 @@ OBJECTIVES = ("latency", "energy", "balanced")
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path),
+    type=OutputFolder(),
     default=Path("profile"),
     show_default=True,
     help="Write the results into this folder.",
@@ -274,7 +279,7 @@ def _options(rig: Rig, options: dict[str, Any]) -> Options:
 
     wait_s = options["cool_down_s"]
     return Options(
-        ks=tuple(parse_k(part.strip()) for part in options["ks"].split(",") if part.strip()),  # type: ignore[misc]
+        ks=tuple(parse_k(part) for part in listed(options["ks"], "--k", "2 or auto")),  # type: ignore[misc]
         drafters=options["drafters"],
         objectives=options["objectives"] or ("latency",),
         minutes=options["minutes"],

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outrider.cli.options import ProgressBar, bundle_argument, json_option, print_json
+from outrider.cli.options import ProgressBar, json_option, listed, print_json
+from outrider.cli.paths import bundle_argument
 
 if TYPE_CHECKING:
     from outrider.runtime.push import Pushed
@@ -34,7 +35,7 @@ def command(bundle: Path, serial: str | None, folder: str, graphs: str, as_json_
     """Copy what changed of a bundle to a phone through adb, and prove every file there by its SHA-256."""
     from outrider.runtime.push import push_bundle
 
-    units = tuple(dict.fromkeys(unit.strip() for unit in graphs.split(",") if unit.strip()))
+    units = tuple(dict.fromkeys(listed(graphs, "--graphs", "cpu"))) if graphs else ()
     bar = ProgressBar()
     try:
         pushed = push_bundle(bundle, serial=serial, folder=folder, units=units, progress=bar)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outrider.cli.options import FiniteRange, json_option, overwrite_option, print_json, refuse_existing
-from outrider.errors import OutriderError, UsageError
+from outrider.cli.options import FiniteRange, json_option, print_json
+from outrider.cli.paths import OutputFile, overwrite_option, refuse_existing
+from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
     from outrider.power.recorder import Recorded
@@ -30,7 +31,7 @@ adb_option = click.option(
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     required=True,
     help="Write the trace to this file.",
 )
@@ -68,8 +69,6 @@ def command(
     from outrider.power.monitor import Monitor
     from outrider.power.recorder import record
 
-    if str(output) == "-":
-        raise UsageError("a trace is written to a file, and - stands for standard output; name a file")
     refuse_existing(output, overwrite)
     sensors = sensors_of(adb)
     if not sensors:

@@ -10,15 +10,20 @@ import click
 
 from outrider.cli.options import (
     ProgressBar,
-    existing_bundle,
     json_option,
+    listed,
     loading_from,
     loading_options,
     open_pipeline,
-    overwrite_option,
     print_json,
-    refuse_existing,
     refuse_loading,
+)
+from outrider.cli.paths import (
+    BundleFolder,
+    InputFile,
+    OutputFolder,
+    overwrite_option,
+    refuse_existing,
     telemetry_option,
 )
 from outrider.errors import UsageError
@@ -33,7 +38,7 @@ FILES = TRACE, SUMMARY, REPORT = "simulation.jsonl", "summary.json", "report.htm
 
 
 @click.command(name="simulate")
-@click.argument("bundle", type=click.Path(path_type=Path), required=False, callback=existing_bundle)
+@click.argument("bundle", type=BundleFolder(), required=False)
 @click.option(
     "--scenario",
     required=True,
@@ -45,7 +50,7 @@ FILES = TRACE, SUMMARY, REPORT = "simulation.jsonl", "summary.json", "report.htm
 )
 @click.option(
     "--acceptance",
-    type=click.Path(path_type=Path),
+    type=InputFile(),
     help="Decode the texts of this trace of `outrider acceptance`, in place of a bundle, with models of the sizes"
     " of Qwen2.5-Coder 1.5B and 0.5B.",
 )
@@ -67,7 +72,7 @@ FILES = TRACE, SUMMARY, REPORT = "simulation.jsonl", "summary.json", "report.htm
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path),
+    type=OutputFolder(),
     help="Write simulation.jsonl (a timeline of every run), summary.json and report.html into this folder.",
 )
 @telemetry_option
@@ -93,9 +98,7 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
         for file in FILES:
             refuse_existing(output / file, overwrite)
     device, telemetry = load_device(name or scenario.device), options.pop("telemetry")
-    policies = [part.strip() for part in options.pop("policies").split(",") if part.strip()]
-    if not policies:
-        raise UsageError("no policy is given; give at least one, such as governed")
+    policies = listed(options.pop("policies"), "--policies", "governed")
     bar = ProgressBar()
     texts, costs, told = _texts(bundle, options, bar)
     partial = False

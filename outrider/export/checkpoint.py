@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from outrider.errors import CheckpointError, UsageError
 from outrider.export.catalog import CATALOG
 from outrider.export.config import ModelConfig
-from outrider.export.fetch import Progress, fetch, sha256_of
+from outrider.export.fetch import Progress, cached, fetch, sha256_of
 from outrider.export.folder import read_json, tokenizer_from_folder
 from outrider.export.gguf import GgufFile, refuse_unsupported
 from outrider.export.gguf_model import config_from_gguf, weight_map_from_gguf
 from outrider.export.gguf_tokenizer import tokenizer_from_gguf
-from outrider.export.hub import hub_folder
+from outrider.export.hub import hub_file, hub_folder
 from outrider.export.huggingface import config_from_json, weight_map_from_names
 from outrider.export.safetensors import SafetensorsStore, shards_of
 from outrider.export.tokenizer_files import TokenizerFiles
@@ -35,7 +35,7 @@ from outrider.export.weights import (
 )
 from outrider.quantize.schemes import RawBlocks
 
-__all__ = ["Checkpoint", "Source", "TokenizerFiles", "open_checkpoint"]
+__all__ = ["Checkpoint", "Source", "TokenizerFiles", "model_config", "open_checkpoint"]
 
 Origin = tuple[str, str, str | None]  # kind, id, revision of a Source
 
@@ -146,13 +146,40 @@ def open_checkpoint(
         found = fetch(name, mirror=mirror, progress=progress)
         opener = _open_folder if found.is_dir() else _open_gguf
         return opener(found, ("catalog", name, found.name if found.is_dir() else None))
-    if not HUB_ID.fullmatch(name) or path.suffix == ".gguf":
+    if not _on_hub(name):
         raise UsageError(
             f"{name!r} is no file, folder, hub id (owner/name) or catalog name; "
             f"the catalog has: {', '.join(CATALOG)}"
         )
     folder, commit = hub_folder(name, revision)
     return _open_folder(folder, ("hub", name, commit))
+
+
+def model_config(model: str | Path) -> ModelConfig:
+    """The configuration of whatever `open_checkpoint` opens; of the hub, `config.json` alone is downloaded.
+
+    Raises as `open_checkpoint`, and UsageError for a GGUF file of the catalog that was not fetched before.
+    """
+    name = str(model)
+    entry = None if Path(model).expanduser().exists() else CATALOG.get(name)
+    if entry is not None and entry.nbytes is not None and cached(entry) is None:
+        raise UsageError(
+            f"{name} is not here yet, and this downloads no weights; `outrider fetch {name}` does"
+            f" ({entry.nbytes / 1e6:.0f} MB)"
+        )
+    repo, revision = (name, None) if entry is None else (entry.hub_repo or "", entry.hub_revision)
+    if (entry is not None and entry.nbytes is not None) or not _on_hub(repo):
+        with open_checkpoint(model) as checkpoint:
+            return checkpoint.config
+    path = hub_file(repo, "config.json", revision)
+    with _sound(path):
+        return config_from_json(read_json(path), str(path))
+
+
+def _on_hub(name: str) -> bool:
+    """Whether a name can only be a hub id."""
+    path = Path(name).expanduser()
+    return not path.exists() and bool(HUB_ID.fullmatch(name)) and path.suffix != ".gguf"
 
 
 def _open_folder(folder: Path, origin: Origin) -> Checkpoint:

@@ -135,9 +135,9 @@ def find_phone(serial: str | None, run: Runner = run_command) -> Adb:
         raise DeviceError(
             "no phone is there; plug one in and switch on USB debugging in its developer options"
         )
-    chosen = serial or next(iter(phones))
+    chosen = next(iter(phones)) if serial is None else serial
     if chosen not in phones:
-        raise DeviceError(f"no phone has the serial {chosen}; there are: {', '.join(phones)}")
+        raise DeviceError(f"no phone has the serial {chosen!r}; there are: {', '.join(phones)}")
     if phones[chosen] != "device":
         raise DeviceError(f"the phone {chosen} is {phones[chosen]}{_fix(phones[chosen])}")
     return Adb(chosen, run)

@@ -84,7 +84,7 @@ class AdbPhone:
     def __init__(self, serial: str | None = None, system: System | None = None) -> None:
         host = system or System()
         self._host = host
-        self._adb = ["adb", *(["-s", serial] if serial else [])]
+        self._adb = ["adb", *([] if serial is None else ["-s", serial])]
         folder = Path(tempfile.mkdtemp(prefix="outrider-adb-"))
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._phone = replace(host, root=folder, run=self._shell, platform="android")

@@ -76,7 +76,10 @@ def parse_rule(text: str) -> Rule:
     if len(words) == 1 and words[0] in named and (paced or words == ["plain"]):
         return replace(named[words[0]], paced=paced and words != ["auto"])
     if words and len(words) <= 2 and words[-1].startswith("k=") and words[-1][2:].isdecimal():
-        refuse_k(int(words[-1][2:]))
+        try:
+            refuse_k(int(words[-1][2:]))
+        except UsageError as error:
+            raise UsageError(f"policies is {text!r}: {error}") from None
         return Rule(int(words[-1][2:]), words[0] if len(words) == 2 else None, paced)
     raise UsageError(
         f"unknown policy {text!r}; known: plain, governed, auto (ungoverned), k=N, DRAFTER k=N,"

@@ -1,0 +1,160 @@
+"""Paths on the command line: refused up front with exit code 2 wherever they cannot be honoured, and by one rule."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from outrider.cli.paths import BundleFolder, InputFile, OutputFile, OutputFolder
+from outrider.cli.root import COMMANDS
+from outrider.lines import LineWriter
+from outrider.records import replaced
+
+Run = Callable[..., tuple[int, str, str]]
+KINDS = (BundleFolder, InputFile, OutputFile, OutputFolder)
+PARAMETERS = [
+    (name, parameter)
+    for name in COMMANDS
+    for parameter in importlib.import_module(f"outrider.cli.{name}").command.params
+]
+PATHS = [
+    pytest.param(name, parameter, id=f"{name}-{parameter.name}")
+    for name, parameter in PARAMETERS
+    if isinstance(parameter.type, KINDS)
+]
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: it holds a file and a folder that is no bundle."""
+    (tmp_path / "file").write_text("older")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+WRONG = {
+    InputFile: {"": "the path is empty", "nowhere": "does not exist", "folder": "is a folder"},
+    BundleFolder: {
+        "": "the path is empty",
+        "nowhere": "does not exist",
+        "file": "is a file",
+        "folder": "holds no",
+    },
+    OutputFile: {
+        "": "the path is empty",
+        "-": "standard output",
+        "folder": "is a folder",
+        "file/x": "not a folder",
+    },
+    OutputFolder: {"": "the path is empty", "file": "not a folder", "file/x/y": "not a folder"},
+}
+
+
+@pytest.mark.parametrize(("name", "parameter"), PATHS)
+def test_a_path_that_cannot_be_honoured_is_refused_before_anything_else(
+    run_main: Run, places: Path, name: str, parameter: click.Parameter
+) -> None:
+    option = [max(parameter.opts, key=len)] if isinstance(parameter, click.Option) else []
+    spelled = option[0] if option else "BUNDLE"
+    for path, fault in {**WRONG[type(parameter.type)], "x" * 300: "File name too long"}.items():
+        code, out, err = run_main(name, *option, path)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"outrider: {spelled}: ")
+        assert fault in err
+    assert sorted(path.name for path in places.iterdir()) == ["file", "folder"]
+
+
+def test_no_path_escapes_the_rule() -> None:
+    """What takes a path has one of our types; click's own would take an empty one for the current folder."""
+    assert not [(name, p.name) for name, p in PARAMETERS if isinstance(p.type, click.Path | click.File)]
+    named = [
+        "bundle",
+        "output",
+        "out",
+        "telemetry",
+        "trace",
+        "governor_log",
+        "prompts",
+        "prompt_file",
+        "calibration",
+    ]
+    shown = [(n, p) for n, p in PARAMETERS if p.name in named and not getattr(p, "hidden", False)]
+    assert [(n, p.name) for n, p in shown if not isinstance(p.type, KINDS)] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "fault"),
+    [(InputFile(), os.R_OK, "may not be read"), (OutputFile(), os.W_OK, "may not be written to")],
+)
+def test_missing_permissions_are_told(
+    places: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, mode: int, fault: str
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, asked: asked != mode)
+    assert fault in kind.fault(Path("file"))
+    monkeypatch.undo()
+    assert kind.fault(places / "file") is None
+
+
+def test_what_is_written_may_be_a_device_or_in_folders_that_are_not_there_yet(places: Path) -> None:
+    assert OutputFile().fault(Path(os.devnull)) is None
+    assert OutputFile().fault(Path("a/b/c")) is None
+    with LineWriter(places / "a" / "b" / "c", "decode", {}):
+        pass
+    assert (places / "a" / "b" / "c").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["simulate", "--scenario", "board-cap", "--acceptance", "file"], 1),
+        (["profile", "--device", "raspberry-pi-5", "--acceptance", "file"], 1),
+        (["profile", "--trace", "file"], 1),
+        (["devices", "settings.toml"], 2),
+        (["simulate", "--scenario", "settings.toml"], 2),
+        (["simulate", "--scenario", "board-cap", "--policies", "k=999", "--acceptance", "file"], 1),
+    ],
+)
+def test_what_a_program_wrote_is_damaged_with_1_and_what_people_write_is_wrong_with_2(
+    run_main: Run, places: Path, words: list[str], code: int
+) -> None:
+    (places / "settings.toml").write_text("x = [")
+    assert run_main(*words)[0] == code
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left") as failed, replaced(tmp_path / "host.toml"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert failed.value.filename == str(tmp_path / "host.toml")
+
+
+@pytest.mark.parametrize("how", [["-m", "outrider"], ["-c", "from outrider.cli import main; main()"]])
+def test_ctrl_c_while_the_program_is_still_being_imported_is_told_in_a_line(
+    tmp_path: Path, how: list[str]
+) -> None:
+    (tmp_path / "click.py").write_text(f"import os\nos.kill(os.getpid(), {int(signal.SIGINT)})\n")
+    done = subprocess.run(
+        [sys.executable, *how, "devices"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "outrider: interrupted\n")
+
+
+def test_what_is_imported_before_an_interrupt_can_be_told_is_next_to_nothing() -> None:
+    code = "import sys\nbefore = set(sys.modules)\nimport outrider.cli\nprint(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parents[1])  # fmt: skip
+    assert not {"typing", "platform", "click", "logging"} & set(done.stdout.split())
