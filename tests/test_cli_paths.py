@@ -138,6 +138,19 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert failed.value.filename == str(tmp_path / "host.toml")
 
 
+def test_output_that_cannot_be_printed_is_a_line_that_says_so() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "outrider", "devices"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "outrider: standard output, or a temporary file: No space left on device\n",
+    )
+
+
 @pytest.mark.parametrize("how", [["-m", "outrider"], ["-c", "from outrider.cli import main; main()"]])
 def test_ctrl_c_while_the_program_is_still_being_imported_is_told_in_a_line(
     tmp_path: Path, how: list[str]

@@ -124,8 +124,7 @@ def run() -> int:
 
 def _told(error: OSError) -> str:
     """Which file, and what about it; the system's own error numbers help nobody."""
-    where = "" if error.filename is None else f"{error.filename}: "
-    return f"{where}{error.strerror or error}"
+    return f"{error.filename or 'standard output, or a temporary file'}: {error.strerror or error}"
 
 
 def _clean_up_when_terminated() -> None:
