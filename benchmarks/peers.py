@@ -1,12 +1,12 @@
 """Give the peers what they need: their own virtual environment, and models made from the same GGUF file.
 
     python -m benchmarks.peers install
-    python -m benchmarks.peers build --gguf MODEL.gguf --out DIR --block-size 32 64
+    python -m benchmarks.peers build --gguf MODEL.gguf --out DIR --recipe int4-b32 int8-b128 int4-b32-k_quant_mixed
 
 llama.cpp (`xllamacpp`) reads the GGUF file itself. onnxruntime-genai wants a folder of its own making, so
-the dequantized weights are written as a Hugging Face folder and handed to its model builder (`-p int4 -e
-cpu`). The builder needs another transformers than Outrider's exporter does; that is why the peers live in
-an environment of their own, which borrows only torch from the product's.
+the dequantized weights are written as a Hugging Face folder and handed to its model builder (`-e cpu`), once
+for each recipe. The builder needs another transformers than Outrider's exporter does; that is why the peers
+live in an environment of their own, which borrows only torch from the product's.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import venv
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +29,75 @@ import numpy as np
 
 from outrider.export.checkpoint import Checkpoint, open_checkpoint
 
-__all__ = ["build_genai", "install", "peers_python", "write_hf_folder"]
+__all__ = ["GenaiRecipe", "build_genai", "build_recipes", "install", "peers_python", "write_hf_folder"]
 
 PEERS = Path(".peers")
+GENAI_CONFIG = "genai_config.json"
 PACKAGES = ("xllamacpp", "onnxruntime-genai", "onnx-ir", "transformers>=5")
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "smollm": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 MODEL_TYPES = {"llama": "llama", "smollm": "llama", "qwen2": "qwen2"}
+PRECISIONS = ("int4", "int8")
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+RECIPE_NAME = re.compile(r"(\w+)(?:-b(\d+))?(?:-(?!asym$)(\w+))?(-asym)?")
+ALGORITHMS = {  # by name: what the builder's --extra_options say
+    "default": (),
+    "rtn": ("algo_config=rtn",),
+    "k_quant": ("algo_config=k_quant",),
+    "last": ("matmul_mixed_precision=last_matmul:int8",),
+    "mixed": ("matmul_mixed_precision=last_matmul:int8,mixed_layers:int8",),
+    "rtn_last": ("algo_config=rtn_last",),
+    "k_quant_last": ("algo_config=k_quant_last",),
+    "k_quant_mixed": ("algo_config=k_quant_mixed",),
+}
+
+
+@dataclass(frozen=True)
+class GenaiRecipe:
+    """How onnxruntime-genai's model builder quantizes: precision, block size, algorithm, zero points.
+
+    `last` and `mixed` keep 8 bits in the head, and in the layers that the builder takes for the sensitive ones.
+    """
+
+    precision: str = "int4"
+    block_size: int = 32
+    algorithm: str = "default"
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what the builder does not know."""
+        for what, value, known in (
+            ("precision", self.precision, PRECISIONS),
+            ("block size", self.block_size, BLOCK_SIZES),
+            ("algorithm", self.algorithm, ALGORITHMS),
+        ):
+            if value not in known:
+                raise ValueError(f"unknown {what} {value!r}; known: {', '.join(map(str, known))}")
+
+    @classmethod
+    def parse(cls, name: str) -> GenaiRecipe:
+        """The recipe of a name such as int8-b128 or int4-b32-k_quant_mixed-asym; what is left out is the default.
+
+        Raises ValueError.
+        """
+        found = RECIPE_NAME.fullmatch(name)
+        if found is None:
+            raise ValueError(f"{name!r} is no recipe; write PRECISION[-bBLOCK][-ALGORITHM][-asym]")
+        precision, block, algorithm, asymmetric = found.groups()
+        return cls(precision, int(block or 32), algorithm or "default", asymmetric is None)
+
+    @property
+    def name(self) -> str:
+        """What `parse` reads, in one spelling; also the name of the folder."""
+        algorithm = [] if self.algorithm == "default" else [self.algorithm]
+        asymmetric = [] if self.symmetric else ["asym"]
+        return "-".join([self.precision, f"b{self.block_size}", *algorithm, *asymmetric])
+
+    @property
+    def builder_arguments(self) -> list[str]:
+        """The part of the builder's command line that it decides."""
+        symmetric = [] if self.symmetric else ["is_symmetric=false"]
+        extra = [f"block_size={self.block_size}", *ALGORITHMS[self.algorithm], *symmetric]
+        return ["-p", self.precision, "--extra_options", *extra]
 
 
 def peers_python(folder: Path = PEERS) -> Path:
@@ -89,28 +155,29 @@ def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def build_genai(gguf: Path, out: Path, block_size: int, python: Path) -> Path:
-    """Build the onnxruntime-genai folder `out` from a GGUF file; an existing one is kept."""
-    if (out / "genai_config.json").exists():
-        return out
-    with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
+def build_recipes(gguf: Path, out: Path, recipes: Sequence[GenaiRecipe], python: Path) -> list[Path]:
+    """Build onnxruntime-genai folders `out`/<recipe> from a GGUF file; existing ones are kept."""
+    out.mkdir(parents=True, exist_ok=True)
+    folders = [out / recipe.name for recipe in recipes]
+    if all((folder / GENAI_CONFIG).exists() for folder in folders):
+        return folders
+    with tempfile.TemporaryDirectory(dir=out) as temporary:
+        weights = Path(temporary) / "hf"
         with open_checkpoint(gguf) as checkpoint:
-            write_hf_folder(checkpoint, Path(temporary) / "hf")
-        command = [
-            str(python),
-            "-m",
-            "onnxruntime_genai.models.builder",
-            "-i",
-            f"{temporary}/hf",
-            "-o",
-            str(out),
-        ]
-        command += ["-p", "int4", "-e", "cpu", "-c", f"{temporary}/cache"]
-        command += ["--extra_options", f"block_size={block_size}"]
-        done = subprocess.run(command, env=_builder_env(python), capture_output=True, text=True, check=False)
-    if done.returncode or not (out / "genai_config.json").exists():
-        raise SystemExit(f"the genai builder failed on {gguf.name}:\n{done.stderr[-2000:]}")
-    return out
+            write_hf_folder(checkpoint, weights)
+        for folder, recipe in zip(folders, recipes, strict=True):
+            if not (folder / GENAI_CONFIG).exists():
+                build_genai(weights, folder, recipe, python)
+    return folders
+
+
+def build_genai(weights: Path, out: Path, recipe: GenaiRecipe, python: Path) -> None:
+    """Have the builder make the folder `out` from a Hugging Face folder; SystemExit with what it said."""
+    command: list[str | Path] = [python, "-m", "onnxruntime_genai.models.builder", "-i", weights, "-o", out]
+    command += ["-e", "cpu", "-c", weights.with_name("cache"), *recipe.builder_arguments]
+    done = subprocess.run(command, env=_builder_env(python), capture_output=True, text=True, check=False)
+    if done.returncode or not (out / GENAI_CONFIG).exists():
+        raise SystemExit(f"the genai builder failed on {recipe.name}:\n{done.stderr[-2000:]}")
 
 
 def _builder_env(python: Path) -> dict[str, str]:
@@ -128,18 +195,29 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("install")
     build = commands.add_parser("build")
     build.add_argument("--gguf", type=Path, required=True)
+    build.add_argument("--out", type=Path, required=True, help="one folder a recipe is made here")
     build.add_argument(
-        "--out", type=Path, required=True, help="one folder block<N> per block size is made here"
+        "--recipe",
+        type=recipe_argument,
+        nargs="+",
+        default=[GenaiRecipe()],
+        help=f"PRECISION[-bBLOCK][-ALGORITHM][-asym]; algorithms: {', '.join(ALGORITHMS)}",
     )
-    build.add_argument("--block-size", type=int, nargs="+", default=[32])
     options = parser.parse_args(arguments)
     if options.command == "install":
         print(install(options.peers))
         return 0
-    options.out.mkdir(parents=True, exist_ok=True)
-    for size in options.block_size:
-        print(build_genai(options.gguf, options.out / f"block{size}", size, peers_python(options.peers)))
+    for folder in build_recipes(options.gguf, options.out, options.recipe, peers_python(options.peers)):
+        print(folder)
     return 0
+
+
+def recipe_argument(name: str) -> GenaiRecipe:
+    """For argparse, which shows the message of this error only."""
+    try:
+        return GenaiRecipe.parse(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

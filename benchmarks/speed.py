@@ -6,7 +6,8 @@ Every engine lives in its own process with the same number of threads, and decod
 same number of tokens. The processes take turns (ours, llama.cpp, genai, ours, ...), one at a time, in an
 order that reverses every other repeat. A ratio is taken within a repeat, so that a slow moment of the
 machine falls on both of its sides. Medians and their intervals are over repeats; the first repeat warms
-up and is not counted.
+up and is not counted. The perplexities beside the times are those of our bundle's export and of
+`benchmarks.perplexity`, where that was run on the peers' models.
 
 What is not given is fetched, exported and built first, so that `python -m benchmarks.speed` alone works.
 """
@@ -15,21 +16,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import PEERS, build_genai, install, peers_python
+from benchmarks.engines import Worker
+from benchmarks.peers import PEERS, GenaiRecipe, build_recipes, install, peers_python, recipe_argument
+from benchmarks.perplexity import Perplexity, known
 from benchmarks.summary import Median, describe, machine, markdown_table, median_interval
 
-__all__ = ["Row", "Worker", "measure", "rows"]
+__all__ = ["Row", "measure", "rows"]
 
 PROMPT = (
     "Here is a long and detailed explanation of how the water cycle works, written for a curious child. "
@@ -37,47 +38,7 @@ PROMPT = (
     "Once upon a time there was a little drop of water that lived in the sea. One sunny morning"
 )
 OURS = "outrider"
-
-
-class Worker:
-    """An engine in a process of its own (`worker.py`), asked over a pipe."""
-
-    def __init__(self, engine: str, python: Path, model: Path, threads: int, env: Mapping[str, str]) -> None:
-        self._name = f"{engine} on {model.name}"
-        script = Path(__file__).with_name("worker.py")
-        command = [python, script, engine, model, "--threads", str(threads)]
-        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `close`)
-        self._process = subprocess.Popen(
-            [str(part) for part in command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            text=True,
-            env={**os.environ, **env},
-        )
-        self.load_s = float(self._answer()["load_s"])
-
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send one request and wait for its answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-        self._complaints.close()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            self._complaints.seek(0)
-            raise SystemExit(f"{self._name} ended:\n{self._complaints.read()[-2000:]}")
-        return dict(json.loads(line))
+RECIPES = (GenaiRecipe(), GenaiRecipe("int8"))
 
 
 @dataclass(frozen=True)
@@ -93,6 +54,7 @@ class Row:
     prompt_ms: float
     load_s: float
     resident_mb: float | None
+    quality: Perplexity | None = None
 
 
 def measure(
@@ -117,8 +79,12 @@ def _ms(answer: Mapping[str, Any]) -> float:
     return 1e3 * float(answer["decode_s"]) / max(1, int(answer["tokens"]) - 1)
 
 
-def rows(answers: Sequence[Mapping[str, Mapping[str, Any]]], load_s: Mapping[str, float]) -> list[Row]:
-    """One row an engine."""
+def rows(
+    answers: Sequence[Mapping[str, Mapping[str, Any]]],
+    load_s: Mapping[str, float],
+    quality: Mapping[str, Perplexity | None],
+) -> list[Row]:
+    """One row an engine; `quality` is what is known of its model."""
     table = []
     for name, load in load_s.items():
         mine = [one[name] for one in answers]
@@ -136,6 +102,7 @@ def rows(answers: Sequence[Mapping[str, Mapping[str, Any]]], load_s: Mapping[str
                 prompt_ms=median_interval([1e3 * float(answer["prompt_s"]) for answer in mine]).value,
                 load_s=load,
                 resident_mb=last["resident_mb"],
+                quality=quality[name],
             )
         )
     return table
@@ -148,6 +115,7 @@ def format_table(table: Sequence[Row]) -> str:
         "ms/token",
         "tok/s",
         "ours is faster by",
+        "perplexity",
         "prompt",
         "tokens",
         "prompt ms",
@@ -160,6 +128,7 @@ def format_table(table: Sequence[Row]) -> str:
             f"{row.ms_per_token:.2f}",
             f"{row.tokens_per_s:.1f}",
             f"{row.ours_faster:.2f} x" if row.ours_faster else "-",
+            str(row.quality or "?"),
             str(row.prompt_tokens),
             str(row.tokens),
             f"{row.prompt_ms:.0f}",
@@ -194,18 +163,22 @@ def _encode(bundle: Path | None, genai: Sequence[Path], text: str) -> list[int]:
     raise SystemExit("no tokenizer.json; give --bundle or --genai")
 
 
-def _workers(options: argparse.Namespace) -> dict[str, Worker]:
+def _engines(options: argparse.Namespace) -> dict[str, tuple[str, Path, Path]]:
+    """By the name of the row: engine, interpreter, model."""
     python = peers_python(options.peers)
-    env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if options.huge_pages else {}
-    wanted: list[tuple[str, str, Path, Path]] = []
+    wanted: dict[str, tuple[str, Path, Path]] = {}
     if options.bundle and OURS not in options.skip:
-        wanted.append((OURS, "outrider", Path(sys.executable), options.bundle))
+        wanted[OURS] = ("outrider", Path(sys.executable), options.bundle)
     if options.gguf and "llama.cpp" not in options.skip:
-        wanted.append(("llama.cpp", "llama.cpp", python, options.gguf))
-    wanted += [(f"genai {folder.name}", "genai", python, folder) for folder in options.genai]
+        wanted["llama.cpp"] = ("llama.cpp", python, options.gguf)
+    return wanted | {f"genai {folder.name}": ("genai", python, folder) for folder in options.genai}
+
+
+def _workers(options: argparse.Namespace, engines: Mapping[str, tuple[str, Path, Path]]) -> dict[str, Worker]:
+    env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if options.huge_pages else {}
     workers: dict[str, Worker] = {}
     try:
-        for name, engine, interpreter, model in wanted:
+        for name, (engine, interpreter, model) in engines.items():
             workers[name] = Worker(engine, interpreter, model, options.threads, env)
     except BaseException:
         for worker in workers.values():
@@ -223,7 +196,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--export-options", default="", help="for that export, as '--precision int4 ...'")
     parser.add_argument("--gguf", type=Path, help="the GGUF file (default: fetched)")
     parser.add_argument("--genai", type=Path, nargs="*", help="folders made by `benchmarks.peers build`")
-    parser.add_argument("--genai-blocks", type=int, nargs="*", default=[32, 64], help="else built here")
+    parser.add_argument(
+        "--genai-recipes", type=recipe_argument, nargs="*", default=RECIPES, help="else these are built"
+    )
     parser.add_argument("--work", type=Path, default=Path("build/bench"), help="folder for all of these")
     parser.add_argument("--peers", type=Path, default=PEERS, help="the peers' virtual environment")
     parser.add_argument("--skip", nargs="*", default=[], choices=[OURS, "llama.cpp", "genai"])
@@ -252,9 +227,9 @@ def _prepare(options: argparse.Namespace) -> None:
             command += ["-o", str(options.bundle), *shlex.split(options.export_options)]
             subprocess.run(command, check=True, stdout=sys.stderr)
     if options.genai is None:
-        blocks = [] if "genai" in options.skip else options.genai_blocks
-        python = install(options.peers) if blocks else peers_python(options.peers)
-        options.genai = [build_genai(options.gguf, folder / f"genai{n}", n, python) for n in blocks]
+        recipes = [] if "genai" in options.skip else options.genai_recipes
+        python = install(options.peers) if recipes else peers_python(options.peers)
+        options.genai = build_recipes(options.gguf, folder / "genai", recipes, python) if recipes else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -263,11 +238,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _prepare(options)
     before = machine()
     ids = _encode(options.bundle, options.genai, options.prompt)
-    workers = _workers(options)
+    engines = _engines(options)
+    workers = _workers(options, engines)
     try:
         request = {"tokens": ids, "max_tokens": options.max_tokens}
         answers = measure(workers, request, options.repeats, options.pause)
-        table = rows(answers, {name: worker.load_s for name, worker in workers.items()})
+        quality = {name: known(model) for name, (_, _, model) in engines.items()}
+        table = rows(answers, {name: worker.load_s for name, worker in workers.items()}, quality)
     finally:
         for worker in workers.values():
             worker.close()

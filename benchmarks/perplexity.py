@@ -1,0 +1,193 @@
+"""Perplexity of the peers' models on their own graphs, beside the float weights of the GGUF file they were made from.
+
+    python -m benchmarks.perplexity --gguf MODEL.gguf [--genai DIR ...] [--json FILE]
+
+The text, its tokens and its segments are those on which `outrider export` measures a target: 2,048 tokens of
+WikiText-2, 1,024 at a time, teacher-forced. onnxruntime-genai returns the logits of its `Generator`; llama.cpp
+reads the GGUF file itself and says what each token, forced by a bias, cost it without the bias. The reference is
+the float32 decoder over the dequantized weights. What is found is kept beside the model (in a genai folder),
+where `benchmarks.speed` shows it with the times: a speed at another quality is not a comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.engines import Worker
+from benchmarks.peers import PEERS, peers_python
+from benchmarks.summary import markdown_table
+from benchmarks.worker import negative_log_likelihood
+
+__all__ = ["WITHIN", "Perplexity", "keep", "known", "perplexity", "with_targets"]
+
+WITHIN = 0.03  # how much more than the float weights still counts as their quality
+Costs = NDArray[np.float64]  # [T], nats
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Of a model and of its float reference on the same tokens; `error` is the standard error of the increase."""
+
+    perplexity: float
+    reference: float
+    error: float | None
+    tokens: int
+
+    @property
+    def increase(self) -> float:
+        """0.03 is 3 % worse than the float weights."""
+        return self.perplexity / self.reference - 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.perplexity:.2f} ({self.increase:+.1%}{'' if self.increase <= WITHIN else ', too much'})"
+        )
+
+
+def perplexity(costs: Costs, reference: Costs) -> Perplexity:
+    """From what the same tokens cost both; the error is that of a mean of paired differences.
+
+    Raises ValueError when they are not of the same tokens.
+    """
+    if len(costs) != len(reference) or len(costs) < 2:
+        raise ValueError(f"{len(costs)} and {len(reference)} tokens cannot be compared")
+    ratio = np.exp(costs.mean() - reference.mean())
+    spread = (costs - reference).std(ddof=1) / np.sqrt(len(costs))
+    exact = float(np.exp(reference.mean()))
+    return Perplexity(float(np.exp(costs.mean())), exact, float(ratio * spread), len(costs))
+
+
+def keep(model: Path, found: Perplexity) -> None:
+    """Write it beside the model."""
+    _place(model).write_text(json.dumps(asdict(found)) + "\n")
+
+
+def known(model: Path) -> Perplexity | None:
+    """What was kept beside a peer's model, or what the export of a bundle measured; None where neither is there."""
+    manifest = model / "manifest.json"
+    if manifest.exists():
+        quality = json.loads(manifest.read_text())["quality"].get("target")
+        if not quality:
+            return None
+        ours, exact = float(quality["perplexity"]), float(quality["perplexity_reference"])
+        return Perplexity(ours, exact, error=None, tokens=int(quality["tokens"]))
+    return Perplexity(**json.loads(_place(model).read_text())) if _place(model).exists() else None
+
+
+def _place(model: Path) -> Path:
+    return model / "perplexity.json" if model.is_dir() else model.with_name(model.name + ".perplexity.json")
+
+
+def with_targets(segments: Iterable[NDArray[np.int64]]) -> list[dict[str, list[int]]]:
+    """A request for each segment. The last row of one predicts the first token of the next, that of all nothing."""
+    parts = [[int(token) for token in segment] for segment in segments]
+    following = [part[0] for part in parts[1:]]
+    ends = [[token] for token in following] + [[]]
+    return [{"tokens": part, "targets": part[1:] + end} for part, end in zip(parts, ends, strict=True)]
+
+
+def _segments(gguf: Path) -> list[NDArray[np.int64]]:
+    from tokenizers import Tokenizer as Backend
+
+    from outrider.export.checkpoint import open_checkpoint
+    from outrider.export.evaluate import SEGMENT
+    from outrider.export.options import WHOLE
+    from outrider.quantize.quality import evaluation_text
+    from outrider.runtime.text import Tokenizer
+
+    with open_checkpoint(gguf) as checkpoint:
+        files = checkpoint.tokenizer
+    backend = Backend.from_str(files.tokenizer_json)
+    tokenizer = Tokenizer(backend, bos_id=files.bos_id, add_bos=files.add_bos)
+    ids = np.asarray(tokenizer.encode(evaluation_text())[: WHOLE.wikitext], np.int64)
+    return [ids[start : start + SEGMENT] for start in range(0, len(ids), SEGMENT)]
+
+
+def _float_costs(gguf: Path, segments: Sequence[NDArray[np.int64]]) -> Costs:
+    """What the tokens cost the dequantized weights; computed once, and then read from beside the GGUF file."""
+    place, tokens = gguf.with_name(gguf.name + ".float-costs.npz"), np.concatenate(segments)
+    if place.exists():
+        with np.load(place) as held:
+            if held["bytes"] == gguf.stat().st_size and np.array_equal(held["tokens"], tokens):
+                return np.asarray(held["costs"], np.float64)
+    costs = _computed(gguf, segments)
+    np.savez(place, bytes=gguf.stat().st_size, tokens=tokens, costs=costs)
+    return costs
+
+
+def _computed(gguf: Path, segments: Sequence[NDArray[np.int64]]) -> Costs:
+    from outrider.export.checkpoint import open_checkpoint
+    from outrider.export.reference import FloatReference
+    from outrider.export.slots import SlotWeights
+
+    targets, costs = np.concatenate(segments)[1:], list[float]()
+    with open_checkpoint(gguf) as checkpoint:
+        reference = FloatReference(SlotWeights(checkpoint))
+        for rows in reference.rows(reference.final_states(segments)):
+            costs += negative_log_likelihood(rows, targets[len(costs) : len(costs) + len(rows)].tolist())
+    return np.asarray(costs)
+
+
+def _score(engine: str, model: Path, requests: Sequence[dict[str, Any]], python: Path, threads: int) -> Costs:
+    worker = Worker(engine, python, model, threads, score=True)
+    try:
+        return np.concatenate([worker.ask(request)["nll"] for request in requests])
+    finally:
+        worker.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, keep and print."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.perplexity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gguf", type=Path, required=True)
+    parser.add_argument("--genai", type=Path, nargs="*", default=[], help="made by `benchmarks.peers build`")
+    parser.add_argument("--skip", nargs="*", default=[], choices=["llama.cpp"])
+    parser.add_argument("--peers", type=Path, default=PEERS, help="the peers' virtual environment")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args(arguments)
+    segments = _segments(options.gguf)
+    requests, reference = with_targets(segments), _float_costs(options.gguf, segments)
+    models = [] if options.skip else [("llama.cpp", options.gguf)]
+    models += [("genai", folder) for folder in options.genai]
+    table: dict[str, Perplexity] = {}
+    for engine, model in models:
+        costs = _score(engine, model, requests, peers_python(options.peers), options.threads)
+        found = table[f"{engine} {model.name}"] = perplexity(costs, reference)
+        keep(model, found)
+        print(f"{engine} {model.name}: {found}", file=sys.stderr)
+    print(_table(table, reference))
+    if options.json:
+        figures = {name: {**asdict(found), "increase": found.increase} for name, found in table.items()}
+        options.json.write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+def _table(table: dict[str, Perplexity], reference: Costs) -> str:
+    body = [
+        [name, f"{found.perplexity:.3f}", f"{found.increase:+.2%} ± {found.error:.2%}", _verdict(found)]
+        for name, found in table.items()
+    ]
+    exact = [f"float weights, {len(reference)} tokens", f"{np.exp(reference.mean()):.3f}", "", ""]
+    return markdown_table(["model", "perplexity", "increase", f"within {WITHIN:.0%}"], [exact, *body])
+
+
+def _verdict(found: Perplexity) -> str:
+    return "yes" if found.increase <= WITHIN else "no"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
