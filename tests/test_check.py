@@ -164,7 +164,6 @@ DAMAGES = [
     pytest.param(
         lambda b: (b / "manifest.json").write_text('{"roles": '), "not valid JSON", id="cut manifest"
     ),
-    pytest.param(lambda b: (b / "manifest.json").unlink(), "manifest.json", id="no manifest"),
     pytest.param(edit_manifest(lambda m: m.update(schema_version=99)), "99", id="version"),
     pytest.param(edit_manifest(lambda m: m["tokenizer"].update(hash="0" * 64)), "token map", id="token map"),
     pytest.param(

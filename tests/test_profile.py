@@ -584,7 +584,10 @@ def test_what_cannot_be_honoured_is_refused(
 def test_a_bundle_and_an_acceptance_trace_exclude_each_other(
     run_main: Callable[..., Any], tmp_path: Path
 ) -> None:
-    code, _, said = run_main("profile", str(tmp_path), "--acceptance", "x", "--device", "mac-m1")
+    for name in ("manifest.json", "x"):
+        (tmp_path / name).touch()
+    words = (str(tmp_path), "--acceptance", str(tmp_path / "x"), "--device", "mac-m1")
+    code, _, said = run_main("profile", *words)
     assert code == 2
     assert "not both" in said
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Callable
@@ -227,13 +228,15 @@ def day(tmp_path: Path) -> str:
 
 
 def test_what_was_simulated_is_printed_even_if_it_cannot_be_kept(
-    run_main: Callable[..., Any], trace: Path, day: str, tmp_path: Path
+    run_main: Callable[..., Any], trace: Path, day: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").write_text("no folder")
+    def full(path: Path, simulation: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("outrider.power.report.simulation.write_trace", full)
     words = ["--scenario", day, "--acceptance", str(trace), "--policies", "plain"]
-    code, text, err = run_main("simulate", *words, "-o", str(tmp_path / "file" / "out"))
-    assert code != 0
-    assert "file" in err
+    code, text, err = run_main("simulate", *words, "-o", str(tmp_path / "out"))
+    assert (code, "simulation.jsonl: No space left" in err) == (1, True)
     assert "SIMULATED: a short day" in text
     assert "plain" in text
 
@@ -312,7 +315,7 @@ def test_a_recorded_trace_takes_the_place_of_the_simulated_sensors(
     assert after["peak_c"] < 90.0  # the machine's own
     assert "the recorded trace hot.jsonl" in (tmp_path / "out" / "report.html").read_text()
     code, _, err = run_main("simulate", *words, "--telemetry", str(tmp_path / "none.jsonl"))
-    assert (code, "none.jsonl" in err) == (1, True)
+    assert (code, "none.jsonl" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -437,6 +440,7 @@ def test_what_cannot_be_honoured_is_refused(
 def test_texts_must_come_from_somewhere_and_from_one_place(
     run_main: Callable[..., Any], trace: Path, day: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "manifest.json").touch()
     for words in ([], [str(tmp_path), "--acceptance", str(trace)]):
         code, _, said = run_main("simulate", *words, "--scenario", day)
         assert code == 2
