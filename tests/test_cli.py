@@ -96,38 +96,6 @@ def test_the_version_is_the_package_s(run_main: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["check", "nowhere"], 2, "nowhere does not exist; give a folder"),
-        (["doctor", "nowhere"], 2, "nowhere does not exist; give a folder"),
-        (["generate", "nowhere", "-p", "x"], 2, "does not exist"),
-        (["profile", "nowhere"], 2, "nowhere does not exist; give a folder"),
-        (["simulate", "nowhere", "--scenario", "board-cap"], 2, "nowhere does not exist; give a folder"),
-        (["check", "."], 2, ". holds no manifest.json; give a folder made by"),
-        (["fetch", "no-such-model"], 2, "no-such-model"),
-        (["fetch", "gemma3-270m-q4_k_m"], 2, "--accept-license gemma"),
-        (["export", "-m", "nowhere", "-o", "out"], 2, "no file, folder, hub id"),
-        (["export", "-m", ".", "-o", "out"], 2, "has no config.json"),
-        (["export", "-m", "x", "-o", "out", "--precision", "int5"], 2, "int5"),
-        (["export", "-m", "x", "-o", "out", "--device", "toaster"], 2, "toaster"),
-        (["export", "-m", "x", "-o", "out", "--widths", "1;2"], 2, "--widths is '1;2'"),
-        (["export", "-m", "x", "-o", "out", "--draft-precision", "int8"], 2, "--draft-precision was given"),
-        (["export", "-m", "x", "-o", "out", "--draft-override", "a=int8"], 2, "--draft-override was given"),
-        (["export", "-m", "x", "-o", "out", "--draft-revision", "v1"], 2, "--draft-revision was given"),
-        (["export", "-m", "x", "-o", "out", "--draft-context", "0"], 2, "--draft-context was given"),
-    ],
-)
-def test_a_mistake_is_one_line_with_its_exit_code(
-    run_main: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    found, out, err = run_main(*words)
-    assert (found, out) == (code, "")
-    assert message in error_line(err)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "give the prompt by --prompt or by --prompt-file"),
@@ -170,16 +138,6 @@ def test_an_option_that_cannot_be_honoured_is_refused(
     code, out, err = run_main("generate", str(quantized_bundle), "--threads", "1", *words)
     assert (code, out) == (2, "")
     assert message in error_line(err)
-
-
-@pytest.mark.parametrize(
-    "words", [["bench"], ["generate", "x", "--threads", "0"], ["nonsense"], ["check", "-n", "1"]]
-)
-def test_words_that_click_refuses_end_with_2_and_a_usage_line(run_main: Run, words: list[str]) -> None:
-    code, out, err = run_main(*words)
-    assert (code, out) == (2, "")
-    assert err.startswith("Usage: outrider")
-    assert "Traceback" not in err
 
 
 def test_a_prompt_beyond_the_context_is_one_line(run_main: Run, quantized_bundle: Path) -> None:
