@@ -106,7 +106,7 @@ class OutputFolder(_PathType):
 def _spelled(param: click.Parameter | None) -> str:
     if isinstance(param, click.Option):
         return max(param.opts, key=len)
-    return "a path" if param is None else param.make_metavar(click.get_current_context()).strip("[]")
+    return "a path" if param is None else param.human_readable_name
 
 
 def _unreadable(path: Path) -> str | None:
