@@ -38,14 +38,14 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "smollm": "LlamaForCausalLM", "qwe
 MODEL_TYPES = {"llama": "llama", "smollm": "llama", "qwen2": "qwen2"}
 PRECISIONS = ("int4", "int8")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-RECIPE_NAME = re.compile(r"(\w+)(?:-b(\d+))?(?:-(?!asym$)(\w+))?(-asym)?")
+RECIPE_FORM = "PRECISION[-bBLOCK][-ALGORITHM][-asym][-untied]"
+RECIPE_NAME = re.compile(r"(\w+)(?:-b(\d+))?(?:-(?!asym|untied)(\w+))?(-asym)?(-untied)?")
 ALGORITHMS = {  # by name: what the builder's --extra_options say
     "default": (),
     "rtn": ("algo_config=rtn",),
     "k_quant": ("algo_config=k_quant",),
-    "last": ("matmul_mixed_precision=last_matmul:int8",),
-    "mixed": ("matmul_mixed_precision=last_matmul:int8,mixed_layers:int8",),
     "rtn_last": ("algo_config=rtn_last",),
+    "rtn_mixed": ("algo_config=rtn", "matmul_mixed_precision=last_matmul:int8,mixed_layers:int8"),
     "k_quant_last": ("algo_config=k_quant_last",),
     "k_quant_mixed": ("algo_config=k_quant_mixed",),
 }
@@ -55,13 +55,16 @@ ALGORITHMS = {  # by name: what the builder's --extra_options say
 class GenaiRecipe:
     """How onnxruntime-genai's model builder quantizes: precision, block size, algorithm, zero points.
 
-    `last` and `mixed` keep 8 bits in the head, and in the layers that the builder takes for the sensitive ones.
+    `*_last` keep 8 bits in the head, `*_mixed` also in the layers that the builder takes for the sensitive ones.
+    A model that ties its embedding to its head is built so, at the head's bits if they are int4's; `untied` is a
+    float embedding of its own.
     """
 
     precision: str = "int4"
     block_size: int = 32
     algorithm: str = "default"
     symmetric: bool = True
+    untied: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what the builder does not know."""
@@ -81,22 +84,23 @@ class GenaiRecipe:
         """
         found = RECIPE_NAME.fullmatch(name)
         if found is None:
-            raise ValueError(f"{name!r} is no recipe; write PRECISION[-bBLOCK][-ALGORITHM][-asym]")
-        precision, block, algorithm, asymmetric = found.groups()
-        return cls(precision, int(block or 32), algorithm or "default", asymmetric is None)
+            raise ValueError(f"{name!r} is no recipe; write {RECIPE_FORM}")
+        precision, block, algorithm, asymmetric, untied = found.groups()
+        return cls(precision, int(block or 32), algorithm or "default", not asymmetric, bool(untied))
 
     @property
     def name(self) -> str:
         """What `parse` reads, in one spelling; also the name of the folder."""
         algorithm = [] if self.algorithm == "default" else [self.algorithm]
-        asymmetric = [] if self.symmetric else ["asym"]
-        return "-".join([self.precision, f"b{self.block_size}", *algorithm, *asymmetric])
+        switches = [word for word, on in (("asym", not self.symmetric), ("untied", self.untied)) if on]
+        return "-".join([self.precision, f"b{self.block_size}", *algorithm, *switches])
 
     @property
     def builder_arguments(self) -> list[str]:
         """The part of the builder's command line that it decides."""
-        symmetric = [] if self.symmetric else ["is_symmetric=false"]
-        extra = [f"block_size={self.block_size}", *ALGORITHMS[self.algorithm], *symmetric]
+        extra = [f"block_size={self.block_size}", *ALGORITHMS[self.algorithm]]
+        extra += [] if self.symmetric else ["is_symmetric=false"]
+        extra += ["shared_embeddings=false"] if self.untied else []
         return ["-p", self.precision, "--extra_options", *extra]
 
 
@@ -201,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
         type=recipe_argument,
         nargs="+",
         default=[GenaiRecipe()],
-        help=f"PRECISION[-bBLOCK][-ALGORITHM][-asym]; algorithms: {', '.join(ALGORITHMS)}",
+        help=f"{RECIPE_FORM}; algorithms: {', '.join(ALGORITHMS)}",
     )
     options = parser.parse_args(arguments)
     if options.command == "install":

@@ -17,23 +17,26 @@ from benchmarks.worker import negative_log_likelihood
 
 def test_every_recipe_is_read_from_its_own_name() -> None:
     every = [
-        GenaiRecipe(precision, block, algorithm, symmetric)
+        GenaiRecipe(precision, block, algorithm, symmetric, untied)
         for precision in PRECISIONS
         for block in BLOCK_SIZES
         for algorithm in ALGORITHMS
         for symmetric in (True, False)
+        for untied in (True, False)
     ]
     assert [GenaiRecipe.parse(recipe.name) for recipe in every] == every
     assert len({tuple(recipe.builder_arguments) for recipe in every}) == len(every)
+    assert GenaiRecipe.parse("int8-untied") == GenaiRecipe("int8", untied=True)
     assert GenaiRecipe.parse("int4-asym") == GenaiRecipe(symmetric=False)
     assert GenaiRecipe.parse("int4-k_quant_mixed") == GenaiRecipe(algorithm="k_quant_mixed")
 
 
 def test_a_recipe_is_the_builder_s_command_line() -> None:
-    recipe = GenaiRecipe.parse("int4-b64-mixed-asym")
+    recipe = GenaiRecipe.parse("int4-b64-rtn_mixed-asym-untied")
     assert recipe.builder_arguments == [
-        *("-p", "int4", "--extra_options", "block_size=64"),
+        *("-p", "int4", "--extra_options", "block_size=64", "algo_config=rtn"),
         *("matmul_mixed_precision=last_matmul:int8,mixed_layers:int8", "is_symmetric=false"),
+        "shared_embeddings=false",
     ]
 
 
