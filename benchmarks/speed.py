@@ -30,7 +30,7 @@ from benchmarks.peers import PEERS, GenaiRecipe, build_recipes, install, peers_p
 from benchmarks.perplexity import Perplexity, known
 from benchmarks.summary import Median, describe, machine, markdown_table, median_interval
 
-__all__ = ["Row", "measure", "rows"]
+__all__ = ["Row", "complaints", "format_table", "measure", "rows"]
 
 PROMPT = (
     "Here is a long and detailed explanation of how the water cycle works, written for a curious child. "
@@ -38,7 +38,7 @@ PROMPT = (
     "Once upon a time there was a little drop of water that lived in the sea. One sunny morning"
 )
 OURS = "outrider"
-RECIPES = (GenaiRecipe(), GenaiRecipe("int8"))
+RECIPES = (GenaiRecipe(), GenaiRecipe("int8", 64))
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,16 @@ def format_table(table: Sequence[Row]) -> str:
     return markdown_table(head, body)
 
 
-def _complaints(table: Sequence[Row]) -> list[str]:
+def complaints(table: Sequence[Row]) -> list[str]:
     """What makes the rows less than comparable."""
     notes = []
     if len({row.tokens for row in table}) > 1:
         notes.append("the engines did not decode the same number of tokens; choose another --prompt")
     if len({row.prompt_tokens for row in table}) > 1:
         notes.append("the engines did not see the same number of prompt tokens")
+    references = [row.quality.reference for row in table if row.quality]
+    if references and max(references) > 1.001 * min(references):
+        notes.append("the perplexities are not beside the same float weights and tokens")
     return notes
 
 
@@ -248,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         for worker in workers.values():
             worker.close()
-    notes = _complaints(table)
+    notes = complaints(table)
     print(format_table(table))
     print(f"\n{describe(before)}; {options.threads} threads each; median [interval] of {options.repeats}")
     print("".join(f"note: {note}\n" for note in notes), end="")

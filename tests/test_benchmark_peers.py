@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.peers import ALGORITHMS, BLOCK_SIZES, PRECISIONS, GenaiRecipe
 from benchmarks.perplexity import Perplexity, keep, known, perplexity, with_targets
-from benchmarks.speed import format_table, rows
+from benchmarks.speed import complaints, format_table, rows
 from benchmarks.worker import negative_log_likelihood
 
 
@@ -93,10 +93,11 @@ def test_the_quality_of_our_bundle_is_that_of_its_manifest(tmp_path: Path) -> No
     assert known(tmp_path) is None
 
 
-def test_a_speed_is_shown_with_its_perplexity_and_more_than_three_percent_are_named() -> None:
-    def answer(decode_s: float) -> dict[str, Any]:
-        return {"decode_s": decode_s, "tokens": 11, "prompt_tokens": 3, "prompt_s": 0.1, "resident_mb": None}
+def answer(decode_s: float) -> dict[str, Any]:
+    return {"decode_s": decode_s, "tokens": 11, "prompt_tokens": 3, "prompt_s": 0.1, "resident_mb": None}
 
+
+def test_a_speed_is_shown_with_its_perplexity_and_more_than_three_percent_are_named() -> None:
     answers = [{"outrider": answer(0.1), "genai a": answer(0.05), "genai b": answer(0.2)}] * 5
     quality = {
         "outrider": Perplexity(10.1, 10, None, 9),
@@ -104,8 +105,16 @@ def test_a_speed_is_shown_with_its_perplexity_and_more_than_three_percent_are_na
         "genai b": None,
     }
     table = rows(answers, dict.fromkeys(quality, 1.0), quality)
+    assert complaints(table) == []
     assert [row.ours_faster and row.ours_faster.value for row in table] == pytest.approx([None, 0.5, 2.0])
     ours, fast, unknown = format_table(table).splitlines()[2:]
     assert "10.10 (+1.0%)" in ours
     assert "12.00 (+20.0%, too much)" in fast
     assert "| ?" in unknown
+
+
+def test_perplexities_beside_different_float_weights_are_not_comparable() -> None:
+    answers = [{"outrider": answer(0.1), "genai": answer(0.1)}]
+    quality = {"outrider": Perplexity(10.1, 10, None, 9), "genai": Perplexity(15.2, 15, 0.1, 9)}
+    [note] = complaints(rows(answers, dict.fromkeys(quality, 1.0), quality))
+    assert "same float weights" in note
