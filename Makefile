@@ -20,7 +20,7 @@ lint: $(STAMP)
 
 # The peers (llama.cpp, onnxruntime-genai) go into an environment of their own, .peers.
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.speed
+	$(BIN)/python -m benchmarks.speed --perplexity
 
 clean:
 	rm -rf $(VENV) .peers

@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ from benchmarks.peers import PEERS, peers_python
 from benchmarks.summary import markdown_table
 from benchmarks.worker import negative_log_likelihood
 
-__all__ = ["WITHIN", "Perplexity", "keep", "known", "perplexity", "with_targets"]
+__all__ = ["WITHIN", "Perplexity", "keep", "known", "measure_models", "perplexity", "with_targets"]
 
 WITHIN = 0.03  # how much more than the float weights still counts as their quality
 Costs = NDArray[np.float64]  # [T], nats
@@ -137,12 +136,22 @@ def _computed(gguf: Path, segments: Sequence[NDArray[np.int64]]) -> Costs:
     return np.asarray(costs)
 
 
-def _score(engine: str, model: Path, requests: Sequence[dict[str, Any]], python: Path, threads: int) -> Costs:
-    worker = Worker(engine, python, model, threads, score=True)
-    try:
-        return np.concatenate([worker.ask(request)["nll"] for request in requests])
-    finally:
-        worker.close()
+def measure_models(gguf: Path, models: Sequence[Path], python: Path, threads: int) -> dict[str, Perplexity]:
+    """Measure genai folders, and the GGUF file itself by llama.cpp, and keep what is found; by name of the model."""
+    segments = _segments(gguf)
+    requests, reference = with_targets(segments), _float_costs(gguf, segments)
+    table: dict[str, Perplexity] = {}
+    for model in models:
+        engine = "genai" if model.is_dir() else "llama.cpp"
+        worker = Worker(engine, python, model, threads, score=True)
+        try:
+            costs = np.concatenate([worker.ask(request)["nll"] for request in requests])
+        finally:
+            worker.close()
+        found = table[f"{engine} {model.name}"] = perplexity(costs, reference)
+        keep(model, found)
+        print(f"{engine} {model.name}: {found}", file=sys.stderr)
+    return table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -159,34 +168,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
-    segments = _segments(options.gguf)
-    requests, reference = with_targets(segments), _float_costs(options.gguf, segments)
-    models = [] if options.skip else [("llama.cpp", options.gguf)]
-    models += [("genai", folder) for folder in options.genai]
-    table: dict[str, Perplexity] = {}
-    for engine, model in models:
-        costs = _score(engine, model, requests, peers_python(options.peers), options.threads)
-        found = table[f"{engine} {model.name}"] = perplexity(costs, reference)
-        keep(model, found)
-        print(f"{engine} {model.name}: {found}", file=sys.stderr)
-    print(_table(table, reference))
+    models = [*([] if options.skip else [options.gguf]), *options.genai]
+    table = measure_models(options.gguf, models, peers_python(options.peers), options.threads)
+    print(_table(table))
     if options.json:
         figures = {name: {**asdict(found), "increase": found.increase} for name, found in table.items()}
         options.json.write_text(json.dumps(figures, indent=1))
     return 0
 
 
-def _table(table: dict[str, Perplexity], reference: Costs) -> str:
+def _table(table: Mapping[str, Perplexity]) -> str:
     body = [
-        [name, f"{found.perplexity:.3f}", f"{found.increase:+.2%} ± {found.error:.2%}", _verdict(found)]
+        [name, f"{found.perplexity:.3f}", f"{found.reference:.3f}", *_increase(found), str(found.tokens)]
         for name, found in table.items()
     ]
-    exact = [f"float weights, {len(reference)} tokens", f"{np.exp(reference.mean()):.3f}", "", ""]
-    return markdown_table(["model", "perplexity", "increase", f"within {WITHIN:.0%}"], [exact, *body])
+    return markdown_table(
+        ["model", "perplexity", "float weights", "increase", f"<= {WITHIN:.0%}", "tokens"], body
+    )
 
 
-def _verdict(found: Perplexity) -> str:
-    return "yes" if found.increase <= WITHIN else "no"
+def _increase(found: Perplexity) -> list[str]:
+    error = "" if found.error is None else f" ± {found.error:.2%}"
+    return [f"{found.increase:+.2%}{error}", "yes" if found.increase <= WITHIN else "no"]
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ Every engine lives in its own process with the same number of threads, and decod
 same number of tokens. The processes take turns (ours, llama.cpp, genai, ours, ...), one at a time, in an
 order that reverses every other repeat. A ratio is taken within a repeat, so that a slow moment of the
 machine falls on both of its sides. Medians and their intervals are over repeats; the first repeat warms
-up and is not counted. The perplexities beside the times are those of our bundle's export and of
-`benchmarks.perplexity`, where that was run on the peers' models.
+up and is not counted. The perplexities beside the times are those of our bundle's export and, of the peers'
+models, those of `benchmarks.perplexity`, which `--perplexity` runs where it has not been.
 
 What is not given is fetched, exported and built first, so that `python -m benchmarks.speed` alone works.
 """
@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.engines import Worker
 from benchmarks.peers import PEERS, GenaiRecipe, build_recipes, install, peers_python, recipe_argument
-from benchmarks.perplexity import Perplexity, known
+from benchmarks.perplexity import Perplexity, known, measure_models
 from benchmarks.summary import Median, describe, machine, markdown_table, median_interval
 
 __all__ = ["Row", "complaints", "format_table", "measure", "rows"]
@@ -190,6 +190,14 @@ def _workers(options: argparse.Namespace, engines: Mapping[str, tuple[str, Path,
     return workers
 
 
+def _measure_unknown(options: argparse.Namespace, engines: Mapping[str, tuple[str, Path, Path]]) -> None:
+    models = [model for name, (_, _, model) in engines.items() if name != OURS and known(model) is None]
+    if models and options.gguf is None:
+        raise SystemExit("--perplexity needs the --gguf that the models were made from")
+    if models:
+        measure_models(options.gguf, models, peers_python(options.peers), options.threads)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="benchmarks.speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -205,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, default=Path("build/bench"), help="folder for all of these")
     parser.add_argument("--peers", type=Path, default=PEERS, help="the peers' virtual environment")
     parser.add_argument("--skip", nargs="*", default=[], choices=[OURS, "llama.cpp", "genai"])
+    parser.add_argument("--perplexity", action="store_true", help="first measure those that are not known")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=7)
@@ -239,9 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; exit code 1 when the rows are not comparable."""
     options = _parser().parse_args(arguments)
     _prepare(options)
+    engines = _engines(options)
+    if options.perplexity:
+        _measure_unknown(options, engines)
     before = machine()
     ids = _encode(options.bundle, options.genai, options.prompt)
-    engines = _engines(options)
     workers = _workers(options, engines)
     try:
         request = {"tokens": ids, "max_tokens": options.max_tokens}
