@@ -11,6 +11,7 @@ from outrider.contracts import Sampling
 from outrider.lines import read_lines
 from outrider.runtime.acceptance import DRAFT_LENGTH, runs
 from outrider.runtime.context import Context, common_prefix
+from outrider.runtime.evidence import promises
 from outrider.runtime.lookup import LookupDrafter
 from outrider.runtime.model_drafter import ModelDrafter
 from outrider.runtime.rounds import Engine, Request
@@ -42,6 +43,7 @@ def test_the_trace_foretells_every_round_of_a_fixed_k(make, k):
     for part in engine.decode(PROMPT, Request(max_new_tokens=60, k=k)):
         room = min(k, 60 - position - 1)
         if position and room > 0:
+            room *= promises((foretold.get("kind") or {position: ""})[position] or "")
             assert part.drafted == min(room, foretold["drafted"][position])
             assert part.accepted == min(room, foretold["accepted"][position])
             drafting += part.drafted > 0

@@ -50,6 +50,15 @@ def test_a_draft_step_that_is_too_slow_is_found_out_without_reading_the_prompt()
     assert per_token_s(rounds) < 1.03 * per_token_s(PLAIN)
 
 
+@pytest.mark.parametrize(("others", "forwards"), [({}, [1]), ({"lookup": LookupDrafter()}, [])])
+def test_the_price_of_a_draft_model_is_not_paid_by_the_first_drafts_of_others(others, forwards) -> None:
+    clock = VirtualClock()
+    target, draft = (FakeGraph(VOCAB, 1024, logits=LOGITS, costs_s=VERIFY_S, clock=clock) for _ in range(2))
+    drafters = {**others, "model": ModelDrafter(draft)}
+    list(Engine(target, drafters, clock=clock).decode(PROMPT, Request(max_new_tokens=6)))
+    assert draft.forwards == forwards
+
+
 def test_a_prompt_that_is_too_slow_to_read_is_found_out_by_its_first_piece() -> None:
     rounds, draft, engine = decoded("auto", 0.004, 0.004, n=160)
     assert draft.forwards[:3] == [1, 1, FIRST_PIECE]

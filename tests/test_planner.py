@@ -150,6 +150,50 @@ def test_a_fresh_planner_measures_a_plain_step_first_then_the_drafter():
     assert planner.plan({"d": "4"}, 7) == Plan("d", 1, reason="measuring the drafter")
 
 
+def test_proposals_that_are_seldom_right_are_drafted_only_where_measured_costs_speak_for_it():
+    fresh = Planner()
+    observe(fresh, Plan(None, 0, "none"), 0, 0, 0.042)
+    assert fresh.plan({"d": "1"}, 7).k == 0
+    assert fresh.plan({"d": "2"}, 7).reason == "measuring the drafter"
+    dear, cheap = (Planner({"verify_s": v, "draft_s": {"d": 0.0}}) for v in (CPU, {1: 0.042, 16: 0.045}))
+    for _ in range(100):
+        plan = dear.plan({"d": "1"}, 7)
+        assert plan.k == 0
+        observe(dear, plan, 0, 0, 0.042)
+    assert cheap.plan({"d": "1"}, 7).k > 0
+
+
+def test_a_fixed_k_is_not_spent_on_proposals_that_are_seldom_right():
+    tokens, clock = random_tokens(120, 3), VirtualClock()
+    drafts = {}
+    for kind in ("1", "2"):
+        drafter = Guess(tokens, [True] * 120, 0.0, clock)
+        drafter.kind = lambda context, kind=kind: kind
+        engine = Engine(Script(tokens, CPU, clock), {"d": drafter}, clock=clock)
+        drafts[kind] = sum(r.drafted for r in engine.decode(tokens[:100], Request(max_new_tokens=20, k=3)))
+    assert drafts["1"] == 0 < drafts["2"]
+
+
+def test_a_machine_that_hangs_in_a_round_with_a_draft_does_not_end_drafting():
+    planner = Planner({"verify_s": CPU, "draft_s": {"d": 0.0}})
+    observe(planner, Plan("d", 1), 1, 1, 5.0, kind="8")
+    assert planner.plan({"d": "8"}, 7).k > 0
+
+
+def test_what_a_draft_model_takes_is_measured_once_that_leaves_something_for_drafts_that_need_no_reading():
+    planner = Planner({"draft_s": {"lookup": 0.0}})
+    observe(planner, Plan(None, 0, "none"), 0, 0, 0.042)
+    assert planner.wants_price("model")
+    assert not planner.wants_price("model", alone=False)
+    for _ in range(20):
+        observe(planner, Plan(None, 0, "none"), 0, 0, 0.042)
+    assert planner.wants_price("model", alone=False)
+    planner.price_step("model", 0.5)  # its first forward loads the weights
+    for _ in range(20):
+        observe(planner, Plan(None, 0, "none"), 0, 0, 0.042)
+    assert planner.plan({"lookup": "8"}, 7).k > 0
+
+
 def test_trap_17_cut_rounds_and_misses_do_not_train_acceptance():
     planner = Planner({"verify_s": CPU, "draft_s": {"d": 0.0}})
     before = planner.acceptance({"d": "4"})

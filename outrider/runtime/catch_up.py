@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
 from outrider.contracts import Clock, Drafter, Plan, Sampling
-from outrider.runtime.costs import FAR_BEHIND, FIRST_PIECE
+from outrider.runtime.costs import FAR_BEHIND, FIRST_PIECE, NO_MORE
 from outrider.runtime.governed import Governed
 from outrider.runtime.planner import Planner
 
 __all__ = ["CatchUp", "CatchingUp", "Caught"]
 
 LARGEST_PIECE = 512
-NO_MORE = 2  # tokens that a drafter has not seen after any round: a last draft and the bonus
 
 
 @runtime_checkable
@@ -74,7 +73,7 @@ class CatchingUp:
         is what each has not seen.
         """
         far = [name for name, n in backlogs.items() if name in self.names and n > NO_MORE]
-        wanted = [name for name in far if planner.wants_price(name)]
+        wanted = [name for name in far if planner.wants_price(name, len(backlogs) == 1)]
         known = False
         for name in wanted:
             ran, seconds = self._run(name, context, 1, sampling, 1, caught)

@@ -10,6 +10,7 @@ from outrider.power.governor import Directive
 from outrider.runtime.catch_up import CatchingUp
 from outrider.runtime.context import Context
 from outrider.runtime.costs import FAR_BEHIND
+from outrider.runtime.evidence import promises
 from outrider.runtime.governed import Governed
 from outrider.runtime.overlap import Ahead, can_overlap
 from outrider.runtime.planner import Modes, Planner
@@ -77,8 +78,9 @@ class Choosing:
         kinds, directive = turn.kinds, turn.directive
         if run.request.k != "auto":
             plan = Plan(None, 0, "none", reason="nothing to propose")
-            if kinds:
-                plan = Plan(next(iter(kinds)), min(run.request.k, most), reason="fixed k")
+            name = next((name for name, kind in kinds.items() if promises(kind)), None)
+            if name is not None:
+                plan = Plan(name, min(run.request.k, most), reason="fixed k")
                 plan = planner.with_mode(plan, kinds, directive, modes)
             return _paced(plan, directive, planner)
         while True:

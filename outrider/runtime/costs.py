@@ -12,6 +12,7 @@ __all__ = ["PRIOR_SLOPE", "CostEstimates", "by_width", "snap", "verify_time"]
 
 FIRST_PIECE = 32  # tokens of a first catch-up, after which the price of one is known
 FAR_BEHIND = 8  # tokens that a drafter must run first: from here on that is a catch-up, not part of its step
+NO_MORE = 2  # tokens that a drafter has not seen after any round: a last draft and the bonus
 PRIOR_DRAFT = 0.25  # a draft step, as a share of a plain step, until it is measured
 _SHORTEST_S = 1e-9  # a forward takes time, whatever a coarse clock says
 PRIOR_SLOPE = 0.25  # a verify token more, as a share of a plain step, until widths are measured

@@ -5,11 +5,34 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from outrider.runtime.costs import FAR_BEHIND
+from outrider.contracts import Plan
+from outrider.runtime.costs import FAR_BEHIND, PRIOR_SLOPE
 
-__all__ = ["PRIOR_ACCEPTANCE", "Account", "Evidence", "Guesses", "Stint", "Text", "Trial"]
+__all__ = [
+    "PRIOR_ACCEPTANCE",
+    "Account",
+    "Evidence",
+    "Guesses",
+    "Observation",
+    "Stint",
+    "Text",
+    "Trial",
+    "prior",
+    "promises",
+]
 
-PRIOR_ACCEPTANCE = {"": 0.7, "1": 0.25, "2": 0.45, "3": 0.55, "4": 0.65, "8": 0.8, "16": 0.9, "32": 0.95}
+PRIOR_ACCEPTANCE = {"": 0.7, "0": 0.1, "1": 0.2, "2": 0.45, "3": 0.55, "4": 0.65, "8": 0.8}
+PRIOR_ACCEPTANCE |= {"16": 0.9, "32": 0.95}
+
+
+def prior(kind: str) -> float:
+    """The acceptance that is expected of a kind of proposal that was not seen yet."""
+    return PRIOR_ACCEPTANCE.get(kind, 0.5)
+
+
+def promises(kind: str) -> bool:
+    """Whether a proposal of this kind may be drafted without measured costs that say so, or for a trial."""
+    return prior(kind) > PRIOR_SLOPE
 
 
 class _Shares:
@@ -68,6 +91,40 @@ class Evidence:
         """Let what was seen count less."""
         self._right.fade(share)
         self._came.fade(share)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a round did and took; `cut` rounds (stop token, limit) say nothing about acceptance.
+
+    `width` is the compiled width that the verify ran at, `kind` that of the proposal, `backlog` the tokens
+    that the drafter had to run before its first one.
+
+    `ready`: the draft was made beside the last verify, so `draft_s` was a wait for it. `beside`: the next one was
+    begun beside this one's; `guess` says whether its first token came true (None: untested). `ahead_steps` draft
+    steps that ran beside a verify ended in this round, after `ahead_s`. Of `corrections` that were
+    drafted behind and put to the test by now, `corrected` came true.
+    """
+
+    plan: Plan
+    drafted: int
+    evaluated: int
+    accepted: int
+    tokens: int
+    round_s: float
+    draft_s: float
+    verify_s: float
+    width: int
+    kind: str = ""
+    backlog: int = 0
+    cut: bool = False
+    ready: bool = False
+    beside: bool = False
+    guess: bool | None = None
+    ahead_steps: int = 0
+    ahead_s: float = 0.0
+    corrections: int = 0
+    corrected: int = 0
 
 
 @dataclass

@@ -19,14 +19,24 @@ say that more will come.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from typing import Any, Literal, NamedTuple, Protocol
 
 from outrider.contracts import Costs, Energy, Limits, Objective, Plan
 from outrider.errors import UsageError
-from outrider.runtime.costs import FIRST_PIECE, PRIOR_DRAFT, PRIOR_SLOPE, CostEstimates, verify_time
-from outrider.runtime.evidence import PRIOR_ACCEPTANCE, Account, Evidence, Guesses, Stint, Text, Trial
+from outrider.runtime.costs import FIRST_PIECE, NO_MORE, PRIOR_DRAFT, PRIOR_SLOPE, CostEstimates, verify_time
+from outrider.runtime.evidence import (
+    Account,
+    Evidence,
+    Guesses,
+    Observation,
+    Stint,
+    Text,
+    Trial,
+    prior,
+    promises,
+)
 from outrider.runtime.prices import LONGEST_PACE_S, Acceptance, PlannedRound, Prices, expected_tokens
 
 __all__ = [
@@ -130,40 +140,6 @@ def pace(plan: Plan, costs: Costs, limits: Limits) -> Plan:
     return replace(plan, pace_s=prices.pause_s(*prices.fixed(plan.drafter, plan.k)))
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What a round did and took; `cut` rounds (stop token, limit) say nothing about acceptance.
-
-    `width` is the compiled width that the verify ran at, `kind` that of the proposal, `backlog` the tokens
-    that the drafter had to run before its first one.
-
-    `ready`: the draft was made beside the last verify, so `draft_s` was a wait for it. `beside`: the next one was
-    begun beside this one's; `guess` says whether its first token came true (None: untested). `ahead_steps` draft
-    steps that ran beside a verify ended in this round, after `ahead_s`. Of `corrections` that were
-    drafted behind and put to the test by now, `corrected` came true.
-    """
-
-    plan: Plan
-    drafted: int
-    evaluated: int
-    accepted: int
-    tokens: int
-    round_s: float
-    draft_s: float
-    verify_s: float
-    width: int
-    kind: str = ""
-    backlog: int = 0
-    cut: bool = False
-    ready: bool = False
-    beside: bool = False
-    guess: bool | None = None
-    ahead_steps: int = 0
-    ahead_s: float = 0.0
-    corrections: int = 0
-    corrected: int = 0
-
-
 class Planner:
     """Chooses a plan for every round from what the rounds so far have shown.
 
@@ -255,19 +231,24 @@ class Planner:
         )
         if directive is not None:
             limits = directive.limit(limits)
-        tried = kinds if self._may_measure else self._estimates.draft_s
         allowed = kinds if limits.drafters is None else limits.drafters
-        kinds = {name: kind for name, kind in kinds.items() if name in allowed and name in tried}
+        backlogs = backlogs or {}
+        kinds = {
+            name: kind
+            for name, kind in kinds.items()
+            if name in allowed and self._is_ready(name, kind, backlogs.get(name, 0), modes)
+        }
         plan = self._first(kinds, limits.k_max)
         if plan is not None:
             return pace(plan, self.costs, limits)
-        at_stake = {name: self._at_stake(name, n, modes) for name, n in (backlogs or {}).items()}
+        at_stake = {name: self._at_stake(name, n, modes) for name, n in backlogs.items()}
         catch_up_s = self._catch_ups(at_stake, limits.horizon)
         limits = replace(limits, risk_s=self._risks(kinds), catch_up_s=catch_up_s)
         objective = directive.objective if directive is not None else self.objective
         self._asked = _Asked(self.costs, self.acceptance(kinds, modes.correcting), objective, limits)
         plan = choose(*self._asked)
-        if not plan.k and self._may_measure and len(self._estimates.verify_s) == 1:
+        hopeful = self._may_measure and any(promises(kind) for kind in kinds.values())
+        if not plan.k and hopeful and len(self._estimates.verify_s) == 1:
             plan = self._first_draft(plan, self._asked)
         if not plan.k:
             return self._probe(plan, kinds, objective, limits)
@@ -303,20 +284,27 @@ class Planner:
             return 0.0
         return Prices(self.costs, self.objective, Limits(plan.k, self._widths), plan.k).beside_s[plan.k]
 
-    def wants_price(self, name: str) -> bool:
-        """Whether a draft step of this drafter, without a draft, is what is missing to choose by; twice at most."""
+    def wants_price(self, name: str, alone: bool = True) -> bool:
+        """Whether a draft step of this drafter, without a draft, is what is missing to choose by; twice at most.
+
+        Where it is not `alone`, what a first draft of the others may lose is left to them: they take no reading.
+        """
         known_s = self._estimates.draft_s.get(name)
         if not self._estimates.verify_s or not (known_s is None or self._priced.get(name) == 1):
             return False
-        plain_s = self._estimates.plain_s(self._widths)
-        return (PRIOR_DRAFT if known_s is None else known_s / plain_s) <= self._text.purse
+        price = PRIOR_DRAFT if known_s is None else self._price(known_s)
+        return price + (0.0 if alone else PRIOR_SLOPE) <= self._text.purse
 
     def price_step(self, name: str, seconds: float) -> None:
         """Learn what a draft step takes, without a draft: the lesser of two, since a first forward may load weights."""
-        self._text.won -= seconds / self._estimates.plain_s(self._widths)
+        self._text.won -= self._price(seconds)
         times = self._priced[name] = self._priced.get(name, 0) + 1
         known_s = self._estimates.draft_s.get(name, seconds)
         self._estimates.draft_s[name] = min(seconds, known_s) if times > 1 else seconds
+
+    def _price(self, seconds: float) -> float:
+        """What such a step took, in plain steps: at most one, since more is for what it loads, or no draft at all."""
+        return min(seconds / self._estimates.plain_s(self._widths), 1.0)
 
     def knows_catch_up(self, name: str) -> bool:
         """Whether it was measured what a token takes that this drafter has not seen."""
@@ -366,9 +354,9 @@ class Planner:
         catch_up_s = self._learn_draft(name, seen)
         account = self._account(name)
         account.idle_rounds = 0
-        took_s = seen.round_s - catch_up_s
-        account.book(seen.tokens - min(took_s, self._credible_s(name, seen)) / plain_s)
-        self._text.won += seen.tokens - took_s / plain_s
+        won = seen.tokens - min(seen.round_s - catch_up_s, self._credible_s(name, seen)) / plain_s
+        account.book(won)
+        self._text.won += won
         self._trial(name).saw(seen.plan.mode == "overlapped")
         self._stint(name).add(seen.tokens, seen.backlog)
         if not seen.cut:
@@ -400,6 +388,13 @@ class Planner:
         """Whether the text can bear a draft of which it is not known what it costs."""
         return not self._estimates.verify_s or self._text.purse >= PRIOR_SLOPE
 
+    def _is_ready(self, name: str, kind: str, backlog: int, modes: Modes) -> bool:
+        """Whether it is known what a step of this drafter takes, or may be measured by its first draft."""
+        if name in self._estimates.draft_s:
+            return True
+        awaits_price = name in modes.piecewise and backlog > NO_MORE and bool(self._estimates.verify_s)
+        return self._may_measure and promises(kind) and not awaits_price
+
     def _first(self, kinds: Mapping[str, str], k_max: int) -> Plan | None:
         """The plan where there is no choice, or nothing measured to choose by."""
         if k_max < 1 or not kinds:
@@ -424,7 +419,8 @@ class Planner:
         due = {
             name: kind
             for name, kind in kinds.items()
-            if self._account(name).idle_rounds >= self._account(name).interval
+            if promises(kind)
+            and self._account(name).idle_rounds >= self._account(name).interval
             and limits.catch_up_s.get(name, 0.0) < limits.risk_s[name]
         }
         forced = replace(limits, k_max=1, plain_allowed=False, reference=None)
@@ -489,5 +485,5 @@ class Planner:
     def _of(self, name: str, kind: str) -> Evidence:
         key = (name, kind)
         if key not in self._evidence:
-            self._evidence[key] = Evidence(PRIOR_ACCEPTANCE.get(kind, 0.5))
+            self._evidence[key] = Evidence(prior(kind))
         return self._evidence[key]
