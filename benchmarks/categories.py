@@ -5,7 +5,8 @@
 Every prompt (the first turn of it, as a chat) runs under every setting before the next one starts, in an
 order that rotates from prompt to prompt. The prompt's KV rows are kept between the settings, which changes
 nothing that is counted: speeds begin after the first round. The drafters forget everything between runs,
-and the planner of `auto` sees only its own rounds. Speed-ups are of pooled seconds per token within a
+and the planner of `auto` starts from what the bundle or `outrider doctor --save` has measured on this machine, if
+anything, and sees only its own rounds. Speed-ups are of pooled seconds per token within a
 category; the interval beside `auto` is of the median over its prompts.
 """
 
@@ -52,7 +53,8 @@ def run(
     pipeline: Pipeline, prompts: Sequence[Prompt], settings: Sequence[Setting], max_tokens: int
 ) -> Iterator[Sample]:
     """Decode every prompt under every setting; yields samples as they come, those of a prompt together."""
-    planners = {True: Planner(), False: Planner()}
+    known = pipeline.engine.planner.to_dict()
+    planners = {True: Planner(known), False: Planner(known)}
     for index, prompt in enumerate(prompts):
         tokens = pipeline.chat_tokens([{"role": "user", "content": prompt.turns[0]}])
         pipeline.reset()
