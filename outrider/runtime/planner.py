@@ -12,8 +12,8 @@ proposal and position. It also keeps an account for each drafter, in plain steps
 it loses comes out, and no draft may risk more than half of what is left. An empty account fills by one percent of the
 time that passes, so that a wrong estimate costs little, and text that turns predictable is noticed. All of them
 together may at no time have lost more than three percent of a text, which may end at any token (a machine that hangs,
-or a library that loads in such a round, is not held against its draft); and what a draft model must read first is to be paid back by a quarter of the tokens that the text already has, unless earlier texts
-say that more will come.
+or a library that loads in such a round, is not held against its draft); and what a draft model must read first is to
+be paid back by a quarter of the tokens that the text already has, unless earlier texts say that more will come.
 """
 
 from __future__ import annotations
