@@ -316,7 +316,10 @@ def test_the_command_writes_where_it_is_told(
     assert run_main(*words, "-o", str(tmp_path / "mine.toml"), "--overwrite")[0] == 0
     monkeypatch.setattr("outrider.records.os.fsync", full_disk)
     code, out, err = run_main(*words, "-o", str(tmp_path / "full" / "mine.toml"))
-    assert (code, err.splitlines()[-1]) == (1, f"outrider: {tmp_path}/full/mine.toml: No space left on device")
+    assert (code, err.splitlines()[-1]) == (
+        1,
+        f"outrider: {tmp_path}/full/mine.toml: No space left on device",
+    )
     assert "target forward of  9" in out, "what was measured is shown even if it cannot be kept"
     assert run_main(*words, "-o", str(tmp_path / "mine.json"))[0] == 2
     for name in ("../mine", "..", ".", "", "a/b", ".hidden", "mine.toml"):

@@ -83,7 +83,9 @@ def test_a_disk_without_room_for_a_header_keeps_nothing() -> None:
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(TraceError, match=r"file/t\.jsonl: (File exists|Not a directory); choose another file"):
+    with pytest.raises(
+        TraceError, match=r"file/t\.jsonl: (File exists|Not a directory); choose another file"
+    ):
         LineWriter(tmp_path / "file" / "t.jsonl", "decode", {})
     with pytest.raises(TraceError, match=r"t\.jsonl: No such file"):
         read_lines(tmp_path / "t.jsonl", "decode")
