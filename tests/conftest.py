@@ -213,9 +213,10 @@ def tiny_models(
 
 @pytest.fixture(scope="session")
 def trace_cache() -> Callable[[pytest.MonkeyPatch], None]:
-    """What makes a patch trace each structure once a session: it takes seconds, whatever the weights."""
+    """What makes a patch trace and lower each structure once a session: it takes seconds, whatever the weights."""
     import onnx
 
+    import outrider.export.executorch as executorch
     import outrider.export.onnx as lowering
 
     traced: dict[str, bytes] = {}
@@ -227,7 +228,28 @@ def trace_cache() -> Callable[[pytest.MonkeyPatch], None]:
             traced[key] = original(*arguments).SerializeToString()
         return onnx.ModelProto.FromString(traced[key])
 
-    return lambda patch: patch.setattr(lowering, "trace", trace)
+    templates: dict[str, Any] = {}
+
+    class Lowering(executorch.Lowering):
+        """Shares its templates, in which weights are filled, with all of the same kind, sizes and shapes."""
+
+        def __init__(self, config: Any, *sizes: Any, **options: Any) -> None:
+            super().__init__(config, *sizes, **options)
+            known = {
+                name: value for name, value in vars(config).items() if name not in ("vocab_size", "head_rows")
+            }
+            self.key = repr((known, sizes, options))
+
+        def delegate(self, part: Any) -> Any:
+            shapes = [tuple(tensor.shape) for tensor in part.state_dict().values()]
+            self.templates = templates.setdefault(f"{self.key} {shapes}", {})
+            return super().delegate(part)
+
+    def share(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(lowering, "trace", trace)
+        patch.setattr(executorch, "Lowering", Lowering)
+
+    return share
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,9 @@ def model(tmp_path_factory: pytest.TempPathFactory, write_model: Callable[..., P
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, model: str) -> Path:
+def bundle(
+    tmp_path_factory: pytest.TempPathFactory, model: str, trace_cache: Callable[[pytest.MonkeyPatch], None]
+) -> Path:
     """A float target for a Snapdragon, and its own weights with fewer rows of the head as the draft."""
     folder = tmp_path_factory.mktemp("trimmed") / "bundle"
     draft = RoleOptions(model, "fp32", executorch_precision="fp32", vocab=DRAFT_VOCAB)
@@ -65,7 +67,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, model: str) -> Path:
         executorch_backend="xnnpack",
         evaluate=False,
     )
-    export_bundle(asked)
+    with pytest.MonkeyPatch.context() as patch:
+        trace_cache(patch)
+        export_bundle(asked)
     return folder
 
 
