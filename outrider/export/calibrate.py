@@ -6,7 +6,7 @@ its first slot is asked for, so that the moments of one layer are in memory, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,8 @@ def calibrate(
         if moment is not None:
             needed[slot] = moment == "full"
     sequences = calibration_tokens(tokenizer, min(SEGMENT, max_context)) if needed else []
-    return LayerMoments(weights, needed, sequences)
+    keys = [slot for slot, whole in needed.items() if whole and slot.endswith(".qkv")]
+    return LayerMoments(weights, needed, sequences, keys)
 
 
 def calibration_tokens(tokenizer: TokenizerFiles, segment: int) -> list[NDArray[np.int64]]:
@@ -67,9 +68,10 @@ class LayerMoments(Mapping[str, FloatArray]):
         weights: SlotWeights,
         needed: Mapping[str, bool],  # slot -> whether the whole moment is needed
         sequences: Sequence[NDArray[np.int64]],
+        keys: Collection[str] = (),  # slots whose tokens count as `Moments` says
     ) -> None:
         self._needed = needed
-        self._layers = _layer_moments(weights, needed, sequences)
+        self._layers = _layer_moments(weights, needed, sequences, keys)
         self._current: dict[str, FloatArray] = {}
 
     def __getitem__(self, slot: str) -> FloatArray:
@@ -91,14 +93,17 @@ class LayerMoments(Mapping[str, FloatArray]):
 
 
 def _layer_moments(
-    weights: SlotWeights, needed: Mapping[str, bool], sequences: Sequence[NDArray[np.int64]]
+    weights: SlotWeights,
+    needed: Mapping[str, bool],
+    sequences: Sequence[NDArray[np.int64]],
+    keys: Collection[str],
 ) -> Iterator[dict[str, FloatArray]]:
     """The moments of every layer, then that of the head."""
     full = [slot for slot, whole in needed.items() if whole]
     reference = FloatReference(weights)
     streams = reference.embed(sequences)
     for index in range(weights.config.num_layers):
-        layer, moments = reference.layer(index), Moments(full)
+        layer, moments = reference.layer(index), Moments(full, keys)
         for part in ("qkv", "attn_out", "gate_up", "down"):
             if f"layers.{index}.{part}" in needed:
                 watch(moments, f"layers.{index}.{part}", getattr(layer, part))

@@ -34,6 +34,9 @@ __all__ = [
 FloatArray = NDArray[np.float32]
 
 TOKENS = 2048  # of calibration text
+FIRST_TOKEN = (
+    50  # tokens that the first one counts for where keys are computed: it draws most of the attention
+)
 GPTQ_INPUTS = 4096  # a second moment of so many inputs takes 64 MB, inverting it several times that
 
 
@@ -65,16 +68,21 @@ def needed_moment(scheme: AnyScheme, types: Sequence[str]) -> Literal["full", "d
 
 
 class Moments:
-    """Running second moments per slot: [K, K] for the slots of `full`, the diagonal [K] for others."""
+    """Running second moments per slot: [K, K] for the slots of `full`, the diagonal [K] for others.
 
-    def __init__(self, full: Collection[str] = ()) -> None:
-        self._full = full
+    In the slots of `keys` all tokens count alike, however strong, and the first of every sequence `FIRST_TOKEN` times.
+    """
+
+    def __init__(self, full: Collection[str] = (), keys: Collection[str] = ()) -> None:
+        self._full, self._keys = full, keys
         self._sums: dict[str, FloatArray] = {}
         self._rows: dict[str, int] = {}
 
     def add(self, slot: str, activations: FloatArray) -> None:
-        """Count activations [..., K] that entered the slot."""
+        """Count activations [..., K] of a sequence that entered the slot."""
         x = np.asarray(activations, np.float32).reshape(-1, activations.shape[-1])
+        if slot in self._keys:
+            x = x * np.sqrt(_key_weights(x))
         moment = x.T @ x if slot in self._full else np.einsum("rk,rk->k", x, x)
         if slot in self._sums:
             self._sums[slot] += moment
@@ -87,6 +95,19 @@ class Moments:
         if not self._sums:
             raise ExportError("calibration saw no activations; give it at least one batch of tokens")
         return {slot: total / np.float32(self._rows[slot]) for slot, total in self._sums.items()}
+
+
+def _key_weights(x: FloatArray) -> FloatArray:
+    """What each token [S, K] of a sequence counts [S, 1], one on the average.
+
+    The first token, on which attention rests, reads less than a quarter of the others' strength in SmolLM2's layers 12
+    to 27, so that GPTQ would spoil its keys to make up for errors of others. With only `qkv` of these layers rounded
+    the mean KL is 0.110 with tokens by their strength, 0.022 so, and 0.047 by `mse`.
+    """
+    weights = 1 / np.maximum(np.einsum("sk,sk->s", x, x), np.float32(1e-20))
+    weights[0] *= FIRST_TOKEN
+    weights *= len(x) / weights.sum()
+    return weights[:, None].astype(np.float32)
 
 
 def calibration_text() -> str:

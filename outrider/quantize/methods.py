@@ -16,7 +16,6 @@ from outrider.quantize.schemes import BlockInt
 __all__ = [
     "Codes",
     "compensate_rows",
-    "damped_by_tokens",
     "gptq",
     "inverse_factor",
     "middle",
@@ -265,22 +264,13 @@ def _compensate(
     return codes.T, np.ascontiguousarray(errors.T)
 
 
-def damped_by_tokens(moment: FloatArray, tokens: int) -> FloatArray:
-    """A second moment [K, K] of so many tokens, with K/tokens of every diagonal element added to it.
+def inverse_factor(hessian: FloatArray, damping: float) -> FloatArray:
+    """The upper Cholesky factor [K, K] of the inverse of a damped second moment of activations.
 
-    What tokens say by chance of two inputs is in proportion to both, so each input is damped by its own strength. A
-    share of the mean, as is usual, drowns most inputs where a few are a hundred times as strong: then they are
-    neither compensated nor weighed.
-    """
-    damped = np.array(moment, np.float32)
-    damped[np.diag_indices_from(damped)] *= np.float32(1 + len(damped) / tokens)
-    return damped
-
-
-def inverse_factor(hessian: FloatArray, damping: float = 0.0) -> FloatArray:
-    """The upper Cholesky factor [K, K] of the inverse of a second moment of activations.
-
-    `damping` is a share of the mean diagonal that is added to the diagonal.
+    `damping` is a share of the mean diagonal. The fewer tokens a moment is from, the more it needs: with as many
+    inputs as tokens, what it says of most directions is noise. On text that was not calibrated on, with 2,048 tokens
+    and SmolLM2, the output error of a `down` (1,536 inputs, 4-bit blocks of 64) is 0.104 at 0.01, 0.081 at 0.3, 0.078
+    at 1 and 0.085 by `mse`.
     """
     matrix = np.array(hessian, np.float64)
     diagonal = np.einsum("ii->i", matrix)

@@ -24,7 +24,7 @@ from outrider.quantize.layout import (
     to_blocks,
     unpack_rows,
 )
-from outrider.quantize.methods import damped_by_tokens, gptq, inverse_factor, quantize_blocks
+from outrider.quantize.methods import gptq, inverse_factor, quantize_blocks
 from outrider.quantize.schemes import (
     AnyScheme,
     BlockInt,
@@ -108,7 +108,7 @@ def _pack_blocks(
 ) -> PackedMatrix:
     inverse = importance = None
     if scheme.method == "gptq" and stats is not None:
-        inverse = inverse_factor(damped_by_tokens(stats, TOKENS))
+        inverse = inverse_factor(stats, damping=len(stats) / TOKENS)
     elif stats is not None:
         diagonal = np.ascontiguousarray(stats if stats.ndim == 1 else np.diagonal(stats))
         importance = to_blocks(diagonal[None, :], scheme.block)[0]  # [blocks, block]
