@@ -34,9 +34,7 @@ __all__ = [
 FloatArray = NDArray[np.float32]
 
 TOKENS = 2048  # of calibration text
-FIRST_TOKEN = (
-    50  # tokens that the first one counts for where keys are computed: it draws most of the attention
-)
+FIRST_TOKEN = 50  # tokens that the first counts for where keys are computed: attention rests on it
 GPTQ_INPUTS = 4096  # a second moment of so many inputs takes 64 MB, inverting it several times that
 
 
