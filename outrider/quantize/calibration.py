@@ -105,7 +105,7 @@ def _key_weights(x: FloatArray) -> FloatArray:
     weights = 1 / np.maximum(np.einsum("sk,sk->s", x, x), np.float32(1e-20))
     weights[0] *= FIRST_TOKEN
     weights *= len(x) / weights.sum()
-    return weights[:, None].astype(np.float32)
+    return np.asarray(weights[:, None], np.float32)
 
 
 def calibration_text() -> str:
