@@ -158,9 +158,15 @@ UNUSED = [
 
 @pytest.mark.parametrize(("option", "words"), UNUSED)
 def test_an_option_that_no_planned_graph_reads(
-    run_main: Callable[..., Any], tmp_path: Path, option: str, words: list[str]
+    run_main: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    words: list[str],
 ) -> None:
     """Refused before the model is even looked for."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").touch()
     code, _, err = run_main("export", "-m", "no-such-model", "-o", str(tmp_path / "b"), *words)
     assert code == 2
     assert f"outrider: {option} was given, but no graph of this export reads it (they are: target on" in err
@@ -169,6 +175,8 @@ def test_an_option_that_no_planned_graph_reads(
 def test_an_option_that_one_planned_graph_reads_is_taken(
     run_main: Callable[..., Any], tmp_path: Path
 ) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.touch()
     words = [
         "--device",
         SOC,
@@ -177,7 +185,7 @@ def test_an_option_that_one_planned_graph_reads_is_taken(
         "--npu-precision",
         "a16w4",
         "--calibration",
-        "c",
+        str(prompts),
         "--precision",
         "int8",
     ]

@@ -210,8 +210,9 @@ def test_the_decision_log_is_written_and_can_be_decided_again(tmp_path):
 
 def test_a_log_that_cannot_be_written_is_refused(tmp_path, stack, machine):
     machine()
+    (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="decision log"):
-        open_pacer(Governing(log=tmp_path / "absent" / "log.jsonl"), stack)
+        open_pacer(Governing(log=tmp_path / "file" / "log.jsonl"), stack)
 
 
 def graph_of(**changes):
