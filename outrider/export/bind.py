@@ -331,7 +331,7 @@ def product(binder: Binder, stored: Stored, slot: str, x: str, output: str) -> N
     bias = binder.weights.bias(slot)
     bias_name = "" if bias is None else binder.constant(f"{slot}.bias", bias)
     if isinstance(stored.scheme, BlockInt):
-        _product_blocks(binder, stored, x, output, bias_name)
+        _product_blocks(binder, stored, slot, x, output, bias_name)
     elif isinstance(stored.scheme, DynamicInt8):
         inputs = [x, binder.part(stored, "weight"), binder.part(stored, "scales"), "", bias_name]
         while inputs[-1] == "":
@@ -354,13 +354,13 @@ def _product_float(binder: Binder, stored: Stored, slot: str, x: str, output: st
         binder.node("Add", [target, bias], output)
 
 
-def _product_blocks(binder: Binder, stored: Stored, x: str, output: str, bias: str) -> None:
+def _product_blocks(binder: Binder, stored: Stored, slot: str, x: str, output: str, bias: str) -> None:
     N, K = stored.shape
     scheme = stored.scheme
     assert isinstance(scheme, BlockInt)
     zeros = binder.part(stored, "zero_points") if "zero_points" in stored.tensors else _middle(binder, stored)
     if stored.sums:
-        x, K = _with_block_sums(binder, x, K, scheme.block)
+        x, K = _with_block_sums(binder, slot, x, K, scheme.block)
     inputs = [x, binder.part(stored, "weight"), binder.part(stored, "scales"), zeros, "", bias]
     while inputs[-1] == "":
         inputs.pop()
@@ -385,7 +385,7 @@ def _middle(binder: Binder, stored: Stored) -> str:
     return binder.constant(f"middle.{N}.{columns}", np.full((N, columns), 0x88, np.uint8))
 
 
-def _with_block_sums(binder: Binder, x: str, K: int, block: int) -> tuple[str, int]:
+def _with_block_sums(binder: Binder, slot: str, x: str, K: int, block: int) -> tuple[str, int]:
     """x with the sums of its blocks behind it and zeros up to a whole block, and the width of all.
 
     The operator sums a row in the same order in any company, and the product takes the sums as it takes x, so that
@@ -397,15 +397,15 @@ def _with_block_sums(binder: Binder, x: str, K: int, block: int) -> tuple[str, i
     last = binder.constant("axis.last", np.array([-1], np.int64))
     split = binder.node("Reshape", [x, shape], f"{x}.blocks.{block}")
     sums = binder.node("ReduceSum", [split, last], f"{x}.sums.{block}", keepdims=0)
-    parts = [x, sums, _zeros(binder, x, zeros)] if zeros else [x, sums]
+    parts = [x, sums, _zeros(binder, x, zeros, slot == "head")] if zeros else [x, sums]
     return binder.node("Concat", parts, f"{x}.with_sums.{block}", axis=-1), K + blocks + zeros
 
 
-def _zeros(binder: Binder, x: str, count: int) -> str:
-    """Zeros [1, S, count] for the x [1, S, K] of any product, made once."""
+def _zeros(binder: Binder, x: str, count: int, picked: bool) -> str:
+    """Zeros [1, S, count] for the x [1, S, K] of any product, made once; the head's rows are `picked` from all."""
     from onnx import TensorProto, helper
 
-    name = f"zeros.{count}"
+    name = f"zeros.{'picked.' if picked else ''}{count}"
     if f"{name}.width" not in binder.initializers:
         rows = binder.node("Shape", [x], f"{name}.rows", start=0, end=2)
         width = binder.constant(f"{name}.width", np.array([count], np.int64))
