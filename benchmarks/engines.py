@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ class Worker:
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request and wait for its answer."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended: `_answer` says why
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def close(self) -> None:

@@ -27,12 +27,21 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.options import GENAI_CONFIG, gguf_file, told
+from outrider.errors import ExportError, UsageError
 from outrider.export.checkpoint import Checkpoint, open_checkpoint
 
-__all__ = ["GenaiRecipe", "build_genai", "build_recipes", "install", "peers_python", "write_hf_folder"]
+__all__ = [
+    "GenaiRecipe",
+    "build_genai",
+    "build_recipes",
+    "install",
+    "installed_python",
+    "peers_python",
+    "write_hf_folder",
+]
 
 PEERS = Path(".peers")
-GENAI_CONFIG = "genai_config.json"
 PACKAGES = ("xllamacpp", "onnxruntime-genai", "onnx-ir", "transformers>=5")
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "smollm": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 MODEL_TYPES = {"llama": "llama", "smollm": "llama", "qwen2": "qwen2"}
@@ -109,9 +118,19 @@ def peers_python(folder: Path = PEERS) -> Path:
     return folder.absolute() / "bin" / "python"
 
 
+def installed_python(folder: Path = PEERS) -> Path:
+    """The same, of an environment that is there. Raises UsageError."""
+    python = peers_python(folder)
+    if not python.exists():
+        raise UsageError(f"{folder} has no bin/python; `python -m benchmarks.peers install` makes it")
+    return python
+
+
 def install(folder: Path = PEERS) -> Path:
     """Make the peers' environment where it does not exist, and return its interpreter."""
     python = peers_python(folder)
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file; --peers is a folder for a virtual environment")
     if not python.exists():
         venv.create(folder, with_pip=True)
     subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=True)
@@ -135,7 +154,7 @@ def write_hf_folder(checkpoint: Checkpoint, folder: Path) -> None:
 def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config, files = checkpoint.config, checkpoint.tokenizer
     if config.family not in ARCHITECTURES:
-        raise SystemExit(f"no genai peer for family {config.family!r}; known: {', '.join(ARCHITECTURES)}")
+        raise UsageError(f"no genai peer for family {config.family!r}; known: {', '.join(ARCHITECTURES)}")
     return {
         "architectures": [ARCHITECTURES[config.family]],
         "model_type": MODEL_TYPES[config.family],
@@ -160,28 +179,35 @@ def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def build_recipes(gguf: Path, out: Path, recipes: Sequence[GenaiRecipe], python: Path) -> list[Path]:
-    """Build onnxruntime-genai folders `out`/<recipe> from a GGUF file; existing ones are kept."""
+    """Build onnxruntime-genai folders `out`/<recipe> from a GGUF file, each whole or not at all; what is there stays.
+
+    Raises UsageError for one that is there and not whole, ExportError when the builder fails.
+    """
     out.mkdir(parents=True, exist_ok=True)
     folders = [out / recipe.name for recipe in recipes]
-    if all((folder / GENAI_CONFIG).exists() for folder in folders):
+    missing = {folder: recipe for folder, recipe in zip(folders, recipes, strict=True) if not folder.exists()}
+    for folder in folders:
+        if folder not in missing and not (folder / GENAI_CONFIG).exists():
+            raise UsageError(f"{folder} has no {GENAI_CONFIG}: a build that failed; delete it")
+    if not missing:
         return folders
     with tempfile.TemporaryDirectory(dir=out) as temporary:
         weights = Path(temporary) / "hf"
         with open_checkpoint(gguf) as checkpoint:
             write_hf_folder(checkpoint, weights)
-        for folder, recipe in zip(folders, recipes, strict=True):
-            if not (folder / GENAI_CONFIG).exists():
-                build_genai(weights, folder, recipe, python)
+        for folder, recipe in missing.items():
+            build_genai(weights, Path(temporary) / recipe.name, recipe, python)
+            (Path(temporary) / recipe.name).rename(folder)
     return folders
 
 
 def build_genai(weights: Path, out: Path, recipe: GenaiRecipe, python: Path) -> None:
-    """Have the builder make the folder `out` from a Hugging Face folder; SystemExit with what it said."""
+    """Have the builder make the folder `out` from a Hugging Face folder; Raises ExportError with what it said."""
     command: list[str | Path] = [python, "-m", "onnxruntime_genai.models.builder", "-i", weights, "-o", out]
     command += ["-e", "cpu", "-c", weights.with_name("cache"), *recipe.builder_arguments]
     done = subprocess.run(command, env=_builder_env(python), capture_output=True, text=True, check=False)
     if done.returncode or not (out / GENAI_CONFIG).exists():
-        raise SystemExit(f"the genai builder failed on {recipe.name}:\n{done.stderr[-2000:]}")
+        raise ExportError(f"the genai builder failed on {recipe.name}:\n{done.stderr[-2000:]}")
 
 
 def _builder_env(python: Path) -> dict[str, str]:
@@ -191,14 +217,15 @@ def _builder_env(python: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([own, sysconfig.get_path("purelib")])}
 
 
-def main(arguments: list[str] | None = None) -> int:
+@told
+def main(arguments: Sequence[str] | None = None) -> int:
     """`install` or `build`."""
     parser = argparse.ArgumentParser(prog="benchmarks.peers", description=__doc__)
     parser.add_argument("--peers", type=Path, default=PEERS, help="the peers' virtual environment")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("install")
     build = commands.add_parser("build")
-    build.add_argument("--gguf", type=Path, required=True)
+    build.add_argument("--gguf", type=gguf_file, required=True)
     build.add_argument("--out", type=Path, required=True, help="one folder a recipe is made here")
     build.add_argument(
         "--recipe",
@@ -211,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "install":
         print(install(options.peers))
         return 0
-    for folder in build_recipes(options.gguf, options.out, options.recipe, peers_python(options.peers)):
+    for folder in build_recipes(options.gguf, options.out, options.recipe, installed_python(options.peers)):
         print(folder)
     return 0
 

@@ -14,17 +14,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.engines import Worker
-from benchmarks.peers import PEERS, peers_python
+from benchmarks.options import at_least, genai_folder, gguf_file, named, new_file, told
+from benchmarks.peers import PEERS, installed_python
 from benchmarks.summary import markdown_table
 from benchmarks.worker import negative_log_likelihood
+from outrider.errors import UsageError
+from outrider.records import decode, parsed, replaced
 
 __all__ = ["WITHIN", "Perplexity", "keep", "known", "measure_models", "perplexity", "with_targets"]
 
@@ -40,6 +46,11 @@ class Perplexity:
     reference: float
     error: float | None
     tokens: int
+
+    def __post_init__(self) -> None:
+        """Refuse what no model has."""
+        if not (self.perplexity > 0 and self.reference > 0):
+            raise UsageError(f"{self.perplexity} beside {self.reference} are no perplexities")
 
     @property
     def increase(self) -> float:
@@ -66,20 +77,57 @@ def perplexity(costs: Costs, reference: Costs) -> Perplexity:
 
 
 def keep(model: Path, found: Perplexity) -> None:
-    """Write it beside the model."""
-    _place(model).write_text(json.dumps(asdict(found)) + "\n")
+    """Write it beside the model, with what tells its weights from others; where that fails, a line says so."""
+    record = {"weights": _weights(model), "found": asdict(found)}
+    with _or_a_line(), replaced(_place(model)) as stream:
+        stream.write(json.dumps(record).encode() + b"\n")
 
 
 def known(model: Path) -> Perplexity | None:
-    """What was kept beside a peer's model, or what the export of a bundle measured; None where neither is there."""
-    manifest = model / "manifest.json"
-    if manifest.exists():
-        quality = json.loads(manifest.read_text())["quality"].get("target")
-        if not quality:
-            return None
-        ours, exact = float(quality["perplexity"]), float(quality["perplexity_reference"])
-        return Perplexity(ours, exact, error=None, tokens=int(quality["tokens"]))
-    return Perplexity(**json.loads(_place(model).read_text())) if _place(model).exists() else None
+    """What was kept beside these weights of a peer, or what the export of a bundle measured; else None.
+
+    A line on stderr says what is there but unreadable, or of other weights.
+    """
+    place = model / "manifest.json"
+    read = _of_export if place.exists() else _of_peer
+    place = place if place.exists() else _place(model)
+    try:
+        return read(model, parsed(json.loads, place.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        print(f"{place} is ignored: {error}", file=sys.stderr)
+        return None
+
+
+def _of_peer(model: Path, record: Any) -> Perplexity:
+    if record.get("weights") != _weights(model):
+        raise ValueError("it is not of the weights that lie there now")
+    found: Perplexity = decode(Perplexity, record["found"], "found", ValueError)
+    return found
+
+
+def _of_export(_: Path, manifest: Any) -> Perplexity | None:
+    quality = manifest["quality"].get("target")
+    if not quality:
+        return None
+    ours, exact = float(quality["perplexity"]), float(quality["perplexity_reference"])
+    return Perplexity(ours, exact, error=None, tokens=int(quality["tokens"]))
+
+
+def _weights(model: Path) -> dict[str, list[int]]:
+    """Size and time of the files that hold the weights: another model in their place has others."""
+    files = sorted(model.glob("*.onnx*")) if model.is_dir() else [model]
+    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+
+
+@contextmanager
+def _or_a_line() -> Iterator[None]:
+    """What was measured is worth more than the file that keeps it."""
+    try:
+        yield
+    except OSError as error:
+        print(f"{error.filename} is not kept: {error.strerror or error}", file=sys.stderr)
 
 
 def _place(model: Path) -> Path:
@@ -114,12 +162,14 @@ def _segments(gguf: Path) -> list[NDArray[np.int64]]:
 def _float_costs(gguf: Path, segments: Sequence[NDArray[np.int64]]) -> Costs:
     """What the tokens cost the dequantized weights; computed once, and then read from beside the GGUF file."""
     place, tokens = gguf.with_name(gguf.name + ".float-costs.npz"), np.concatenate(segments)
-    if place.exists():
-        with np.load(place) as held:
-            if held["bytes"] == gguf.stat().st_size and np.array_equal(held["tokens"], tokens):
-                return np.asarray(held["costs"], np.float64)
+    of = json.dumps(_weights(gguf))
+    with suppress(OSError, ValueError, LookupError, EOFError, BadZipFile), place.open("rb") as stream:
+        held = np.load(stream)
+        if held["of"] == of and np.array_equal(held["tokens"], tokens):
+            return np.asarray(held["costs"], np.float64)
     costs = _computed(gguf, segments)
-    np.savez(place, bytes=gguf.stat().st_size, tokens=tokens, costs=costs)
+    with _or_a_line(), replaced(place) as new:
+        np.savez(new, of=of, tokens=tokens, costs=costs)
     return costs
 
 
@@ -141,19 +191,20 @@ def measure_models(gguf: Path, models: Sequence[Path], python: Path, threads: in
     segments = _segments(gguf)
     requests, reference = with_targets(segments), _float_costs(gguf, segments)
     table: dict[str, Perplexity] = {}
-    for model in models:
+    for name, model in named(models).items():
         engine = "genai" if model.is_dir() else "llama.cpp"
         worker = Worker(engine, python, model, threads, score=True)
         try:
             costs = np.concatenate([worker.ask(request)["nll"] for request in requests])
         finally:
             worker.close()
-        found = table[f"{engine} {model.name}"] = perplexity(costs, reference)
+        found = table[f"{engine} {name}"] = perplexity(costs, reference)
         keep(model, found)
-        print(f"{engine} {model.name}: {found}", file=sys.stderr)
+        print(f"{engine} {name}: {found}", file=sys.stderr)
     return table
 
 
+@told
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, keep and print."""
     parser = argparse.ArgumentParser(
@@ -161,15 +212,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--gguf", type=Path, required=True)
-    parser.add_argument("--genai", type=Path, nargs="*", default=[], help="made by `benchmarks.peers build`")
+    parser.add_argument("--gguf", type=gguf_file, required=True)
+    parser.add_argument(
+        "--genai", type=genai_folder, nargs="*", default=[], help="made by `benchmarks.peers build`"
+    )
     parser.add_argument("--skip", nargs="*", default=[], choices=["llama.cpp"])
     parser.add_argument("--peers", type=Path, default=PEERS, help="the peers' virtual environment")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--threads", type=at_least(1), default=2)
+    parser.add_argument("--json", type=new_file, help="also write the figures to this file")
     options = parser.parse_args(arguments)
     models = [*([] if options.skip else [options.gguf]), *options.genai]
-    table = measure_models(options.gguf, models, peers_python(options.peers), options.threads)
+    if not models:
+        parser.error("nothing is left to measure; skip less, or give --genai")
+    table = measure_models(options.gguf, models, installed_python(options.peers), options.threads)
     print(_table(table))
     if options.json:
         figures = {name: {**asdict(found), "increase": found.increase} for name, found in table.items()}

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.options import at_least, genai_folder, named, told
 from benchmarks.summary import Median, describe, machine, markdown_table, median_interval
+from outrider.errors import UsageError
 from outrider.manifest import bundle_path, read_manifest
 from outrider.targets.huge_pages import new_memory_on_huge_pages
 from outrider.targets.onnx_session import ENTRIES
@@ -36,7 +39,7 @@ def only_products(graph_file: Path, folder: Path) -> Path:
     model = onnx.load(graph_file, load_external_data=False)
     nodes = [node for node in model.graph.node if node.op_type == OPERATOR]
     if not nodes:
-        raise SystemExit(f"{graph_file} has no {OPERATOR}: it is not a graph of 4- or 8-bit blocks")
+        raise UsageError(f"{graph_file} has no {OPERATOR}: it is not a graph of 4- or 8-bit blocks")
     inputs, outputs = {}, []
     for node in nodes:
         sizes = {attribute.name: attribute.i for attribute in node.attribute}
@@ -108,21 +111,25 @@ def _runner(path: Path, threads: int) -> Callable[[], None]:
     return run
 
 
-def main() -> None:
+@told
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print what the products of every model take."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--genai", type=Path, nargs="*", default=[], help="folders of onnxruntime-genai")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=30)
-    args = parser.parse_args()
-    target = read_manifest(args.bundle).roles["target"].by_preference()[0]
-    sources = {f"outrider {args.bundle.name}": bundle_path(args.bundle, target.path)}
-    sources |= {f"onnxruntime-genai {folder.name}": folder / "model.onnx" for folder in args.genai}
+    parser.add_argument(
+        "--genai", type=genai_folder, nargs="*", default=[], help="folders of onnxruntime-genai"
+    )
+    parser.add_argument("--threads", type=at_least(1), default=2)
+    parser.add_argument("--repeats", type=at_least(1), default=30)
+    args = parser.parse_args(arguments)
+    [(name, bundle)] = named([args.bundle]).items()
+    sources = {f"outrider {name}": _target(bundle)}
+    genai = named(args.genai).items()
+    sources |= {f"onnxruntime-genai {name}": folder / "model.onnx" for name, folder in genai}
     where = machine()
-    with tempfile.TemporaryDirectory(dir=args.bundle.parent) as temporary:
+    with tempfile.TemporaryDirectory(dir=bundle.parent) as temporary:
         graphs = {}
         for number, (name, path) in enumerate(sources.items()):
             folder = Path(temporary) / str(number)
@@ -132,7 +139,16 @@ def main() -> None:
     rows = [[name, f"{median:.2f}"] for name, median in found.items()]
     print(markdown_table(["products of", "ms, median [interval]"], rows))
     print(f"\n{describe(where)}, {args.threads} threads")
+    return 0
+
+
+def _target(bundle: Path) -> Path:
+    graphs = [graph.path for graph in read_manifest(bundle).roles["target"].by_preference()]
+    onnx = [path for path in graphs if path.endswith(".onnx")]
+    if not onnx:
+        raise UsageError(f"{bundle} has no ONNX graph of its target, only {', '.join(graphs)}")
+    return bundle_path(bundle, onnx[0])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -26,9 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import Worker
-from benchmarks.peers import PEERS, GenaiRecipe, build_recipes, install, peers_python, recipe_argument
+from benchmarks.options import at_least, genai_folder, gguf_file, named, new_file, told
+from benchmarks.peers import PEERS, GenaiRecipe, build_recipes, install, installed_python, recipe_argument
 from benchmarks.perplexity import Perplexity, known, measure_models
 from benchmarks.summary import Median, describe, machine, markdown_table, median_interval
+from outrider.errors import BackendError, UsageError
+from outrider.manifest import read_manifest
 
 __all__ = ["Row", "complaints", "format_table", "measure", "rows"]
 
@@ -76,7 +79,11 @@ def measure(
 
 
 def _ms(answer: Mapping[str, Any]) -> float:
-    return 1e3 * float(answer["decode_s"]) / max(1, int(answer["tokens"]) - 1)
+    if int(answer["tokens"]) < 2:
+        raise BackendError(
+            f"an engine decoded {answer['tokens']} tokens; what one takes needs two; see --prompt"
+        )
+    return 1e3 * float(answer["decode_s"]) / (int(answer["tokens"]) - 1)
 
 
 def rows(
@@ -157,24 +164,27 @@ def _encode(bundle: Path | None, genai: Sequence[Path], text: str) -> list[int]:
     """The prompt's token ids, from the tokenizer.json of our bundle or else of a genai folder."""
     from tokenizers import Tokenizer
 
-    for folder in [bundle, *genai]:
-        found = sorted(folder.rglob("tokenizer.json")) if folder else []
+    given = [folder for folder in [bundle, *genai] if folder]
+    for folder in given:
+        found = sorted(folder.rglob("tokenizer.json"))
         if found:
-            return [
-                int(i) for i in Tokenizer.from_file(str(found[0])).encode(text, add_special_tokens=False).ids
-            ]
-    raise SystemExit("no tokenizer.json; give --bundle or --genai")
+            tokenizer = Tokenizer.from_file(str(found[0]))
+            return [int(i) for i in tokenizer.encode(text, add_special_tokens=False).ids]
+    where = f"there is none in {', '.join(map(str, given))}" if given else "give --bundle or --genai"
+    raise UsageError(f"the prompt needs a tokenizer.json; {where}")
 
 
 def _engines(options: argparse.Namespace) -> dict[str, tuple[str, Path, Path]]:
     """By the name of the row: engine, interpreter, model."""
-    python = peers_python(options.peers)
-    wanted: dict[str, tuple[str, Path, Path]] = {}
-    if options.bundle and OURS not in options.skip:
-        wanted[OURS] = ("outrider", Path(sys.executable), options.bundle)
-    if options.gguf and "llama.cpp" not in options.skip:
-        wanted["llama.cpp"] = ("llama.cpp", python, options.gguf)
-    return wanted | {f"genai {folder.name}": ("genai", python, folder) for folder in options.genai}
+    ours: dict[str, tuple[str, Path, Path]] = {}
+    if OURS not in options.skip:
+        ours[OURS] = ("outrider", Path(sys.executable), options.bundle)
+    peers = {} if "llama.cpp" in options.skip else {"llama.cpp": ("llama.cpp", options.gguf)}
+    peers |= {f"genai {name}": ("genai", folder) for name, folder in named(options.genai).items()}
+    if not peers:
+        return ours
+    python = installed_python(options.peers)
+    return ours | {name: (engine, python, model) for name, (engine, model) in peers.items()}
 
 
 def _workers(options: argparse.Namespace, engines: Mapping[str, tuple[str, Path, Path]]) -> dict[str, Worker]:
@@ -193,9 +203,9 @@ def _workers(options: argparse.Namespace, engines: Mapping[str, tuple[str, Path,
 def _measure_unknown(options: argparse.Namespace, engines: Mapping[str, tuple[str, Path, Path]]) -> None:
     models = [model for name, (_, _, model) in engines.items() if name != OURS and known(model) is None]
     if models and options.gguf is None:
-        raise SystemExit("--perplexity needs the --gguf that the models were made from")
+        raise UsageError("--perplexity needs the --gguf that the models were made from")
     if models:
-        measure_models(options.gguf, models, peers_python(options.peers), options.threads)
+        measure_models(options.gguf, models, installed_python(options.peers), options.threads)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -204,9 +214,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="smollm2-135m-q4_1", help="catalog name, for what is not given")
     parser.add_argument("--bundle", type=Path, help="our bundle (default: exported from the GGUF file)")
-    parser.add_argument("--export-options", default="", help="for that export, as '--precision int4 ...'")
-    parser.add_argument("--gguf", type=Path, help="the GGUF file (default: fetched)")
-    parser.add_argument("--genai", type=Path, nargs="*", help="folders made by `benchmarks.peers build`")
+    parser.add_argument(
+        "--export-options", type=shlex.split, default=[], help="for that export, as '--precision int4 ...'"
+    )
+    parser.add_argument("--gguf", type=gguf_file, help="the GGUF file (default: fetched)")
+    parser.add_argument("--genai", type=genai_folder, nargs="*", help="made by `benchmarks.peers build`")
     parser.add_argument(
         "--genai-recipes", type=recipe_argument, nargs="*", default=RECIPES, help="else these are built"
     )
@@ -215,49 +227,67 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--skip", nargs="*", default=[], choices=[OURS, "llama.cpp", "genai"])
     parser.add_argument("--perplexity", action="store_true", help="first measure those that are not known")
     parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-tokens", type=at_least(2), default=128)
+    parser.add_argument("--repeats", type=at_least(1), default=7)
+    parser.add_argument("--threads", type=at_least(1), default=2)
     parser.add_argument("--pause", type=float, default=0.3, help="seconds between engines")
     parser.add_argument("--huge-pages", action="store_true", help="glibc's huge pages, for every engine")
-    parser.add_argument("--json", type=Path, help="also write everything measured to this file")
+    parser.add_argument("--json", type=new_file, help="also write everything measured to this file")
     return parser
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; what cannot be measured is refused before anything is fetched or built."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if "genai" in options.skip:
+        options.genai = []
+    genai = options.genai_recipes if options.genai is None else options.genai
+    if {OURS, "llama.cpp"} <= set(options.skip) and not genai:
+        parser.error("no engine is left to measure; skip less, or give --genai")
+    if not options.pause >= 0:
+        parser.error(f"--pause {options.pause} is no time to wait")
+    if options.bundle:
+        read_manifest(options.bundle)
+    return options
 
 
 def _prepare(options: argparse.Namespace) -> None:
     """Fetch, export and build what was not given and is not there yet."""
+    export = options.bundle is None and OURS not in options.skip
+    recipes = options.genai_recipes if options.genai is None else []
     folder = options.work / (options.gguf.stem if options.gguf else options.model)
     folder.mkdir(parents=True, exist_ok=True)
-    if options.gguf is None and (options.bundle is None or "llama.cpp" not in options.skip):
+    if options.gguf is None and (export or recipes or "llama.cpp" not in options.skip):
         from outrider.export.fetch import fetch
 
         options.gguf = fetch(options.model)
-    if options.bundle is None and OURS not in options.skip:
+    if export:
         options.bundle = folder / "bundle"
         if not (options.bundle / "manifest.json").exists():
             command = [sys.executable, "-m", "outrider", "export", "--model", str(options.gguf)]
-            command += ["-o", str(options.bundle), *shlex.split(options.export_options)]
+            command += ["-o", str(options.bundle), *options.export_options]
             subprocess.run(command, check=True, stdout=sys.stderr)
-    if options.genai is None:
-        recipes = [] if "genai" in options.skip else options.genai_recipes
-        python = install(options.peers) if recipes else peers_python(options.peers)
-        options.genai = build_recipes(options.gguf, folder / "genai", recipes, python) if recipes else []
+    if recipes:
+        options.genai = build_recipes(options.gguf, folder / "genai", recipes, install(options.peers))
+    options.genai = options.genai or []
 
 
+@told
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; exit code 1 when the rows are not comparable."""
-    options = _parser().parse_args(arguments)
+    options = _parsed(arguments)
     _prepare(options)
     engines = _engines(options)
+    ids = _encode(options.bundle, options.genai, options.prompt)
     if options.perplexity:
         _measure_unknown(options, engines)
+    quality = {name: known(model) for name, (_, _, model) in engines.items()}
     before = machine()
-    ids = _encode(options.bundle, options.genai, options.prompt)
     workers = _workers(options, engines)
     try:
         request = {"tokens": ids, "max_tokens": options.max_tokens}
         answers = measure(workers, request, options.repeats, options.pause)
-        quality = {name: known(model) for name, (_, _, model) in engines.items()}
         table = rows(answers, {name: worker.load_s for name, worker in workers.items()}, quality)
     finally:
         for worker in workers.values():

@@ -8,6 +8,7 @@ import onnx
 import pytest
 
 from benchmarks.products import OPERATOR, measure, only_products
+from outrider.errors import UsageError
 from outrider.manifest import read_manifest
 
 
@@ -28,5 +29,5 @@ def test_every_product_of_a_graph_is_kept_and_waits_for_no_other(
 
 def test_a_graph_without_blocks_has_no_such_bound(float_bundle: Path, tmp_path: Path) -> None:
     graph = float_bundle / read_manifest(float_bundle).roles["target"].graphs[0].path
-    with pytest.raises(SystemExit, match="no MatMulNBits"):
+    with pytest.raises(UsageError, match="no MatMulNBits"):
         only_products(graph, tmp_path)
