@@ -15,8 +15,9 @@ from typing import Any
 import click
 import pytest
 
-from outrider.cli.paths import BundleFolder, InputFile, OutputFile, OutputFolder
+from outrider.cli.paths import BundleFolder, InputFile, OutputFile, OutputFolder, name_of
 from outrider.cli.root import COMMANDS
+from outrider.errors import MissingExtraError
 from outrider.lines import LineWriter
 from outrider.records import replaced
 
@@ -40,6 +41,11 @@ PATHS = [
         (["check", "nowhere"], 2, "nowhere does not exist; give a folder"),
         (["check", "."], 2, ". holds no manifest.json; give a folder made by"),
         (["fetch", "no-such-model"], 2, "no-such-model"),
+        (["plan", "-m", "x" * 300], 2, "outrider: --model: xxx"),
+        (["plan", "-m", "~nobody-of-this-name/x"], 2, "outrider: --model: ~nobody-of-this-name/x"),
+        (["export", "-m", "x" * 300, "-o", "out"], 2, "outrider: --model: xxx"),
+        (["export", "-m", "x", "-md", "x" * 300, "-o", "out"], 2, "outrider: --draft-model: xxx"),
+        (["export", "-m", "x\udcff", "-o", "out"], 2, "outrider: --model: x\\udcff is not UTF-8"),
         (["fetch", "gemma3-270m-q4_k_m"], 2, "--accept-license gemma"),
         (["export", "-m", "nowhere", "-o", "out"], 2, "no file, folder, hub id"),
         (["export", "-m", ".", "-o", "out"], 2, "has no config.json"),
@@ -75,8 +81,9 @@ def test_words_that_click_refuses_end_with_2_and_a_usage_line(run_main: Run, wor
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: it holds a file and a folder that is no bundle."""
+    """The current folder: it holds a file, a folder that is no bundle, and a link to itself."""
     (tmp_path / "file").write_text("older")
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -96,7 +103,12 @@ WRONG = {
         "folder": "is a folder",
         "file/x": "not a folder",
     },
-    OutputFolder: {"": "the path is empty", "file": "not a folder", "file/x/y": "not a folder"},
+    OutputFolder: {
+        "": "the path is empty",
+        "-": "standard output",
+        "file": "not a folder",
+        "file/x/y": "not a folder",
+    },
 }
 
 
@@ -106,12 +118,15 @@ def test_a_path_that_cannot_be_honoured_is_refused_before_anything_else(
 ) -> None:
     option = [max(parameter.opts, key=len)] if isinstance(parameter, click.Option) else []
     spelled = option[0] if option else "BUNDLE"
-    for path, fault in {**WRONG[type(parameter.type)], "x" * 300: "File name too long"}.items():
+    wrong = {**WRONG[type(parameter.type)], "x" * 300: "File name too long", "loop": os.strerror(errno.ELOOP)}
+    if isinstance(parameter.type, BundleFolder) or getattr(parameter.type, "for_bundle", False):
+        wrong["x\udcff"] = "x\\udcff is not UTF-8"
+    for path, fault in wrong.items():
         code, out, err = run_main(name, *option, path)
         assert (code, out) == (2, "")
         assert err.startswith(f"outrider: {spelled}: ")
         assert fault in err
-    assert sorted(path.name for path in places.iterdir()) == ["file", "folder"]
+    assert sorted(path.name for path in places.iterdir()) == ["file", "folder", "loop"]
 
 
 def test_no_path_escapes_the_rule() -> None:
@@ -151,6 +166,17 @@ def test_what_is_written_may_be_a_device_or_in_folders_that_are_not_there_yet(pl
     with LineWriter(places / "a" / "b" / "c", "decode", {}):
         pass
     assert (places / "a" / "b" / "c").is_file()
+
+
+@pytest.mark.parametrize("kind", [OutputFile(), OutputFolder()])
+def test_an_output_replaces_what_a_link_leads_to_and_not_the_link(places: Path, kind: Any) -> None:
+    (places / "dangling").symlink_to("gone")
+    real = Path(os.path.realpath(places))
+    assert kind.convert("dangling", None, None) == real / "gone"
+    assert kind.convert("dangling/new", None, None) == real / "gone" / "new"
+    assert kind.convert("new", None, None) == Path("new")
+    (places / "device").symlink_to(os.devnull)
+    assert kind.followed(Path("device")) == Path("device"), "a link to a pipe leads to no file"
 
 
 @pytest.mark.parametrize(
@@ -203,6 +229,30 @@ def test_ctrl_c_while_the_program_is_still_being_imported_is_told_in_a_line(
         cwd=tmp_path,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "outrider: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "hidden", [ImportError("initialization failed"), MissingExtraError("onnx", "export")]
+)
+def test_ctrl_c_that_a_library_turned_into_an_error_of_its_own_is_told_in_a_line(
+    run_main: Run, monkeypatch: pytest.MonkeyPatch, hidden: Exception
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        try:
+            raise ImportError from KeyboardInterrupt()
+        except ImportError:
+            raise hidden from None
+
+    monkeypatch.setattr("outrider.targets.device.load_device", interrupted)
+    assert run_main("devices", "host") == (130, "", "outrider: interrupted\n")
+
+
+def test_a_path_that_is_no_text_is_printed_all_the_same(
+    run_main: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.cli.root.run", lambda: click.echo("q\udcff.jsonl: 3 readings"))
+    assert run_main() == (0, "q\\udcff.jsonl: 3 readings\n", "")
+    assert name_of(Path("a/q\udcff.jsonl")) == "q\\udcff.jsonl"
 
 
 def test_what_is_imported_before_an_interrupt_can_be_told_is_next_to_nothing() -> None:

@@ -440,6 +440,7 @@ def test_an_unreachable_hub_is_given_up_on_without_retries(tmp_path: Path) -> No
 def test_offline_mode_is_honoured(hub: str, tmp_path: Path) -> None:
     said, _ = in_new_process(OPEN, "some/llama", tmp_path, hub, HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE is set" in said
+    assert "unset it, or give a model folder or a .gguf file" in said
 
 
 @pytest.mark.parametrize(

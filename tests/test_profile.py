@@ -547,6 +547,11 @@ def test_the_command_profiles_a_simulated_device(run_main: Callable[..., Any], t
     assert code == 2
     assert f"{trace} exists already; choose another name, or give --overwrite" in said
     assert trace.read_bytes() == measured
+    for name in ("report.html", "summary.json"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("older")
+        code, _, said = run_main(*words[:-1], str(tmp_path / name))
+        assert (code, f"{name} exists already" in said) == (2, True)
     code, text, _ = run_main(*words, "--json", "--overwrite")
     assert json.loads(text)["simulated"] is True
     code, text, _ = run_main(

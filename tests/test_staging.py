@@ -110,6 +110,26 @@ def test_a_place_that_no_folder_can_take_is_refused_before_any_work(
         fresh_folder(Path("/"), False).__enter__()
 
 
+@pytest.mark.parametrize("way", ["link", "there/../link"])
+def test_a_link_stays_and_what_it_leads_to_becomes_the_bundle(tmp_path: Path, way: str) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "link").symlink_to("../real")
+    (tmp_path / "there").symlink_to("a/b")  # so there/.. is a, as for the system
+    (tmp_path / "link").symlink_to("real")
+    with fresh_folder(tmp_path / way, False) as folder:
+        write_bundle(folder, "new")
+    assert (tmp_path / way).is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "link", "real", "there"]
+    assert (tmp_path / "real" / MANIFEST_NAME).read_text() == "new"
+
+
+def test_a_link_to_itself_is_refused_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UsageError, match="is a link that leads to itself; choose another folder"):
+        fresh_folder(tmp_path / "loop", True).__enter__()
+    assert (tmp_path / "loop").is_symlink()
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
 def test_a_folder_that_may_not_be_written_to_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

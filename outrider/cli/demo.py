@@ -79,7 +79,7 @@ COOL_S = 15.0  # of the trace, before it gets warm: at least one text should fit
 @click.option(
     "--output",
     "-o",
-    type=OutputFolder(),
+    type=OutputFolder(for_bundle=True),
     help="Write the bundle into this folder (default: the cache folder).",
 )
 @click.option(

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from outrider.cli.options import ProgressBar, json_option, listed, print_json
-from outrider.cli.paths import InputFile, OutputFolder, without_telemetry
+from outrider.cli.paths import InputFile, ModelName, OutputFolder, without_telemetry
 
 if TYPE_CHECKING:
     from outrider.export.bundle import ExportReport, RoleOptions
@@ -24,19 +24,21 @@ __all__ = ["command", "describe", "proof_line"]
 @click.option(
     "--model",
     "-m",
+    type=ModelName(),
     required=True,
     help="Export this target: a name of the catalog, a .gguf file, a folder or a hub id.",
 )
 @click.option(
     "--draft-model",
     "-md",
+    type=ModelName(),
     help="Export this draft beside it; without one the bundle drafts by n-gram lookup.",
 )
 @click.option(
     "--output",
     "-o",
     required=True,
-    type=OutputFolder(),
+    type=OutputFolder(for_bundle=True),
     help="Write the bundle into this folder.",
 )
 @click.option(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +19,11 @@ from outrider.errors import UsageError
 __all__ = [
     "BundleFolder",
     "InputFile",
+    "ModelName",
     "OutputFile",
     "OutputFolder",
     "bundle_argument",
+    "name_of",
     "overwrite_option",
     "refuse_existing",
     "refuse_replacing",
@@ -38,11 +41,19 @@ class _PathType(click.ParamType):  # type: ignore[type-arg]
         """The path. Raises UsageError that names the option."""
         path = Path(value)
         try:
-            fault = self.fault(path) if os.fspath(value) else f"the path is empty; name a {self.name}"
-        except OSError as error:  # a name that is too long, a link to itself
-            fault = f"{path}: {error.strerror}"
+            fault: str | None = f"the path is empty; name a {self.name}"
+            if os.fspath(value):
+                _refuse_impossible(path)
+                path = self.followed(path)
+                fault = self.fault(path)
+        except OSError as error:
+            fault = f"{path}: {error.strerror}; choose another"
         if fault is not None:
             raise UsageError(f"{_spelled(param)}: {fault}")
+        return path
+
+    def followed(self, path: Path) -> Path:
+        """The path to work with."""
         return path
 
     def fault(self, path: Path) -> str | None:
@@ -69,6 +80,8 @@ class BundleFolder(_PathType):
 
     def fault(self, path: Path) -> str | None:
         """See `_PathType`."""
+        if not _is_text(Path(os.path.realpath(path))):
+            return f"{os.path.realpath(path)} {NO_TEXT}"
         what = None
         if not path.is_dir():
             what = "is a file" if path.exists() else "does not exist"
@@ -79,28 +92,88 @@ class BundleFolder(_PathType):
         )
 
 
-class OutputFile(_PathType):
+class _Output(_PathType):
+    """What can be written to, or be made; what replaces it replaces what a link leads to, never the link."""
+
+    def followed(self, path: Path) -> Path:
+        """The end of a link, and of one in the middle that leads to what is not there yet."""
+        if any(place.is_symlink() and not place.exists() for place in (path, *path.parents)):
+            return Path(os.path.realpath(path))
+        real = Path(os.path.realpath(path))
+        return real if path.is_symlink() and (real.is_file() or real.is_dir()) else path  # else a device
+
+    def fault(self, path: Path) -> str | None:
+        """See `_PathType`."""
+        return f"- stands for standard output; name a {self.name}" if os.fspath(path) == "-" else None
+
+
+class OutputFile(_Output):
     """A file that can be written, in a folder that is there or can be made."""
 
     name = "file"
 
     def fault(self, path: Path) -> str | None:
         """See `_PathType`."""
-        if os.fspath(path) == "-":
-            return "- stands for standard output; name a file"
         if path.is_dir():
             return f"{path} is a folder; name a file in it"
-        return _unwritable(path)
+        return super().fault(path) or _unwritable(path)
 
 
-class OutputFolder(_PathType):
-    """A folder that can be written to, or be made."""
+class OutputFolder(_Output):
+    """A folder that can be written to, or be made; for a bundle, one whose path the model libraries take."""
 
     name = "folder"
 
+    def __init__(self, for_bundle: bool = False) -> None:
+        self.for_bundle = for_bundle
+
     def fault(self, path: Path) -> str | None:
         """See `_PathType`."""
-        return _unwritable(path / "file")
+        if self.for_bundle and not _is_text(Path(os.path.realpath(path))):
+            return f"{os.path.realpath(path)} {NO_TEXT}"
+        return super().fault(path) or _unwritable(path / "file")
+
+
+class ModelName(_PathType):
+    """A model's file or folder, or its name in the catalog or on the hub: what it stands for, its reader finds out."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The name as it was given. Raises UsageError that names the option."""
+        super().convert(value, param, ctx)
+        return value
+
+    def fault(self, path: Path) -> str | None:
+        """See `_PathType`."""
+        try:
+            _refuse_impossible(path.expanduser())
+        except RuntimeError:
+            return f"{path}: there is no such user; give the whole path"
+        return None if _is_text(path) else f"{path} is not UTF-8, as a manifest must be; give it another name"
+
+
+NO_TEXT = "is not UTF-8, and onnx and onnxruntime take no other path; choose another"
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a path can be encoded: bytes of the system's that are no UTF-8 come as lone surrogates."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def name_of(path: Path) -> str:
+    """The last part of a path, as it can be written into a report."""
+    return path.name.encode("utf-8", "backslashreplace").decode()
+
+
+def _refuse_impossible(path: Path) -> None:
+    """Raise OSError for what can never be opened: a name that is too long, a link to itself, a closed folder."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        path.stat()
 
 
 def _spelled(param: click.Parameter | None) -> str:

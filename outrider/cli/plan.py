@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cli.options import FiniteRange, Unit, json_option, print_json
-from outrider.cli.paths import BundleFolder
+from outrider.cli.paths import BundleFolder, ModelName
 from outrider.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,9 +27,10 @@ MOST_ROWS = 12
 @click.option(
     "--model",
     "-m",
+    type=ModelName(),
     help="Plan for this target in place of a bundle: a catalog name, .gguf, folder or hub id.",
 )
-@click.option("--draft-model", "-md", help="Plan for this draft beside it.")
+@click.option("--draft-model", "-md", type=ModelName(), help="Plan for this draft beside it.")
 @click.option(
     "--device",
     default="host",

@@ -26,6 +26,7 @@ from outrider.cli.paths import (
     BundleFolder,
     InputFile,
     OutputFolder,
+    name_of,
     overwrite_option,
     refuse_existing,
     telemetry_option,
@@ -157,10 +158,10 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
         if bundle is not None:
             raise UsageError("--trace reads what was measured before; leave the bundle out")
         if not _same(recorded, folder / TRACE):
-            refuse_existing(folder / TRACE, overwrite)
+            _refuse_replacing(folder, overwrite)
         _finish(read_profile(recorded), folder, as_json_text)
         return
-    refuse_existing(folder / TRACE, overwrite)
+    _refuse_replacing(folder, overwrite)
     with ExitStack() as stack:
         (rig, precisions), telemetry = _rig(bundle, options, stack), options.pop("telemetry")
         rig = rig if telemetry is None else rig.played_back(telemetry)
@@ -172,6 +173,13 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
     _finish(trace, folder, as_json_text)
     if trace.partial:
         click.get_current_context().exit(130)
+
+
+def _refuse_replacing(folder: Path, overwrite: bool) -> None:
+    from outrider.runtime.profiling.profile import FILES
+
+    for name in FILES:
+        refuse_existing(folder / name, overwrite)
 
 
 def _same(trace: Path, other: Path) -> bool:
@@ -269,7 +277,9 @@ def _simulated(
     assert acceptance is not None, "one of the two is there"
     del options["precisions"]  # an acceptance trace has no weights
     refuse_loading(options, "--acceptance")
-    texts = {"texts": f"acceptance trace {acceptance.name}, models' sizes as of Qwen2.5-Coder 1.5B and 0.5B"}
+    texts = {
+        "texts": f"acceptance trace {name_of(acceptance)}, models' sizes as of Qwen2.5-Coder 1.5B and 0.5B"
+    }
     rig = trace_rig(device, read_acceptance(acceptance), machine, seed=seed)
     return replace(rig, provenance=merged(about, texts)), {}
 

@@ -10,6 +10,7 @@ import threading
 
 import click
 
+from outrider.cli import is_interrupt
 from outrider.errors import OutriderError
 
 __all__ = ["COMMANDS", "cli", "run"]
@@ -49,6 +50,10 @@ EXIT_CODES = (
 COMMANDS = {name: about for section in SECTIONS.values() for name, about in section.items()}
 
 
+class Interrupted(Exception):  # noqa: N818  (named after the condition)
+    """Raised from what Ctrl-C led to: click would print a blank line for a KeyboardInterrupt."""
+
+
 class LazyGroup(click.Group):
     """A group that knows its commands by name and help line, and imports one only to run it."""
 
@@ -65,10 +70,17 @@ class LazyGroup(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the subcommand; an error that names a parameter of the library names the option instead."""
+        """Run the subcommand; an error that names a parameter of the library names the option instead.
+
+        Raises Interrupted for any error that came of an interrupt.
+        """
         try:
             return super().invoke(ctx)
-        except OutriderError as error:
+        except (Exception, KeyboardInterrupt) as error:
+            if is_interrupt(error):
+                raise Interrupted from error
+            if not isinstance(error, OutriderError):
+                raise
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             if command is not None and len(error.args) == 1:
                 from outrider.cli.messages import in_options
@@ -100,7 +112,7 @@ def cli(verbose: bool) -> None:
 def run() -> int:
     """Run the command line and return its exit code; an `OutriderError` is a message, never a traceback.
 
-    Raises KeyboardInterrupt.
+    Raises KeyboardInterrupt, or Interrupted.
     """
     _clean_up_when_terminated()
     try:

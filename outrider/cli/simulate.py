@@ -22,6 +22,7 @@ from outrider.cli.paths import (
     BundleFolder,
     InputFile,
     OutputFolder,
+    name_of,
     overwrite_option,
     refuse_existing,
     telemetry_option,
@@ -116,7 +117,7 @@ def command(bundle: Path | None, as_json_text: bool, **options: Any) -> None:
         click.echo(format_runs(scenario, runs))
     if output is not None:
         about = told | (
-            {} if telemetry is None else {"governors see": f"the recorded trace {telemetry.name}"}
+            {} if telemetry is None else {"governors see": f"the recorded trace {name_of(telemetry)}"}
         )
         _write(
             output, Simulation(scenario, device.name, tuple(runs), about, version("outrider"), partial)
@@ -139,7 +140,7 @@ def _texts(
         raise UsageError("give either a bundle or an acceptance trace (--acceptance FILE)")
     if acceptance is not None:
         refuse_loading(options, "--acceptance")
-        about = f"acceptance trace {acceptance.name}, models' sizes as of Qwen2.5-Coder 1.5B and 0.5B"
+        about = f"acceptance trace {name_of(acceptance)}, models' sizes as of Qwen2.5-Coder 1.5B and 0.5B"
         return read_acceptance(acceptance), {}, {"texts": about}
     assert bundle is not None, "one of the two is there"
     with (

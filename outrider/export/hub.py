@@ -28,10 +28,16 @@ SMALL_FILES = (
     "model.safetensors.index.json",
 )
 WEIGHTS = "model*.safetensors"
+HERE = "give a model folder or a .gguf file that is here"
+CONNECT = f"connect, or {HERE}"
 
 
 class HubUnavailable(FetchError):  # noqa: N818  (named after the condition)
-    """The hub cannot be reached, or does not give this file to this user."""
+    """The hub cannot be reached, or does not give this file to this user; `reason` says so without the remedy."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(f"{reason}; {remedy}" if remedy else reason)
+        self.reason = reason
 
 
 def hub_file(repo: str, name: str, revision: str | None) -> Path:
@@ -89,7 +95,7 @@ def _cached_folder(repo: str, revision: str | None, error: HubUnavailable) -> tu
         cached = huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True)
     except (OSError, ValueError):
         raise error from None
-    log.warning("%s; using the copy in the hub cache", error)
+    log.warning("%s; using the copy in the hub cache", error.reason)
     return Path(cached), Path(cached).name
 
 
@@ -114,7 +120,9 @@ def _as_unavailable(repo: str) -> Iterator[None]:
     try:
         yield
     except OfflineModeIsEnabled:
-        raise HubUnavailable(f"HF_HUB_OFFLINE is set, so {repo} is not asked for on the hub") from None
+        raise HubUnavailable(
+            f"HF_HUB_OFFLINE is set, so {repo} is not asked for on the hub", f"unset it, or {HERE}"
+        ) from None
     except GatedRepoError:
         raise HubUnavailable(
             f"{repo} is gated: accept its licence on its page of the hub, then set HF_TOKEN"
@@ -124,14 +132,14 @@ def _as_unavailable(repo: str) -> Iterator[None]:
             f"the hub has no repository {repo!r} that this user may read; check the name, or set HF_TOKEN"
         ) from None
     except (OSError, ValueError, RuntimeError) as error:
-        raise HubUnavailable(f"cannot get {repo} from the hub ({_reason(error)})") from None
+        raise HubUnavailable(f"cannot get {repo} from the hub ({_reason(error)})", CONNECT) from None
     except (
         Exception
     ) as error:  # huggingface_hub raises its HTTP client's own: httpx's from 1.x on, httpx2's from 2.x
         client = type(error).__module__.partition(".")[0].rstrip("0123456789")
         if client not in ("httpx", "httpcore", "requests", "urllib"):
             raise
-        raise HubUnavailable(f"cannot get {repo} from the hub ({_reason(error)})") from None
+        raise HubUnavailable(f"cannot get {repo} from the hub ({_reason(error)})", CONNECT) from None
 
 
 def _reason(error: BaseException) -> str:

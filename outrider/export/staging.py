@@ -33,7 +33,7 @@ UNFINISHED, ASIDE = ".partial", ".old"
 @contextmanager
 def fresh_folder(output: Path, force: bool) -> Iterator[Path]:
     """A temporary folder that takes the place of `output` when the block ends well."""
-    output = Path(os.path.abspath(output))  # "." has no name of its own
+    output = Path(os.path.realpath(output))  # "." has no name of its own, and a link stays what it is
     folder: Path | None = None
     with ExitStack() as stack:
         try:
@@ -130,6 +130,8 @@ def _flock(descriptor: int, operation: int) -> bool:
 
 def _refuse_impossible(output: Path) -> None:
     """What could not be renamed over at the end, however the export goes."""
+    if output.is_symlink():
+        raise UsageError(f"{output} is a link that leads to itself; choose another folder")
     if output.is_mount() or output == Path.cwd():
         what = "a file system of its own" if output.is_mount() else "the folder that this runs in"
         raise UsageError(
