@@ -94,10 +94,30 @@ def test_minima_that_no_zero_point_reaches_are_rounded_to_8_bits() -> None:
     weight = dequantize(raw)
     exact = pack(weight, Carry(), raw=[raw])
     assert split_minima(exact) is None
-    rounded, stored = with_carried_minima(weight, exact, Carry())  # as the recipe rounds what it does not carry
+    rounded, stored = with_carried_minima(
+        weight, exact, Carry()
+    )  # as the recipe rounds what it does not carry
     assert rounded is stored
     assert rounded.scheme == BlockInt(8, 32)
     assert not rounded.carried
+
+
+def test_a_few_rows_that_no_zero_point_reaches_are_enough() -> None:
+    scales = np.full((12, 4), 1.0, np.float32)
+    correction = scales * 0.4
+    scales[0], correction[0] = 0.001, 0.05  # as parts of a fused slot may differ
+    codes = np.full((12, 4, 16), 0x3A, np.uint8)
+    packed = PackedMatrix(BlockInt(4, 32), (12, 128), codes, scales, correction=correction)
+    packed.correction[0, 1::2] = 0.03  # type: ignore[index]
+    assert split_minima(packed) is None
+
+
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1"])
+def test_a_scale_that_is_not_finite_is_a_damaged_checkpoint(type_name: str) -> None:
+    raw = raw_blocks(type_name)
+    raw.data[3, :2] = np.array([np.inf], "<f2").view(np.uint8)
+    with pytest.raises(ExportError, match=f"a {type_name} block .* not finite"):
+        carry([raw], Carry())
 
 
 @pytest.mark.parametrize("type_name", WITH_MINIMUM)

@@ -161,8 +161,11 @@ class Binder:
                 )
                 self.stored[slot] = replace(twin, report=report, tied=True)
                 return self.stored[slot]
-        self.stored[slot] = self.write(slot, scheme)
-        return self.stored[slot]
+        stored = self.write(slot, scheme)
+        if slot == "head" and config.tie_embeddings:  # the source is counted with the embedding
+            stored = replace(stored, report=replace(stored.report, bytes_before=0))
+        self.stored[slot] = stored
+        return stored
 
     def write(self, slot: str, scheme: AnyScheme) -> Stored:
         """Pack a slot and append its parts to the data file."""

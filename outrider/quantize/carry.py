@@ -31,7 +31,9 @@ from outrider.quantize.schemes import BlockInt, Carry, PackedMatrix, RawBlocks
 __all__ = ["carried_scheme", "carry", "rounded_scheme", "split_minima", "with_sums"]
 
 
-FARTHEST = 0.25  # of the source's own rounding, which a step / sqrt(12) is
+FARTHEST = (
+    0.5  # of the source's own rounding in a row, which is a step / sqrt(12); at most 0.24 in real models
+)
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ def split_minima(packed: PackedMatrix) -> tuple[PackedMatrix, PackedMatrix] | No
 
     What is left of a minimum is at most half a step of its block, so that it takes no more bits than the codes: with
     4, its rounding is a fifteenth of what rounding to whole zero points alone would do. The `correction` of the first
-    is what the second holds. None when many blocks lie so far from 0 that no zero point reaches, and the rounding
-    would be more than a quarter of the source's own.
+    is what the second holds. None when blocks of a row lie so far from 0 that no zero point reaches, and the rounding
+    would be more than half of the source's own there.
     """
     scheme, scales, correction = packed.scheme, packed.scales, packed.correction
     assert isinstance(scheme, BlockInt)
@@ -128,7 +130,8 @@ def split_minima(packed: PackedMatrix) -> tuple[PackedMatrix, PackedMatrix] | No
     rest = replace(scheme, symmetric=True, method="mse")
     sums = store_blocks(quantize_blocks(to_blocks(left, scheme.block), rest), rest, left.shape)
     held = unpack_rows(sums, slice(None))
-    if np.mean(np.square(held - left)) > FARTHEST**2 * np.mean(np.square(scales)) / 12:
+    wrong, own = (np.mean(np.square(values), axis=1) for values in (held - left, scales))  # [N]
+    if np.any(wrong > FARTHEST**2 * own / 12):
         return None
     zero_points = zeros.astype(np.uint8)
     stored = pack_nibbles(zero_points) if scheme.bits == 4 else zero_points
@@ -161,6 +164,10 @@ def with_sums(packed: PackedMatrix, sums: PackedMatrix) -> PackedMatrix:
 def _carry_rows(part: RawBlocks, target: BlockInt, corrected: bool, rows: slice) -> PackedMatrix:
     data = part.data[rows]
     stored = _split(blocks(RawBlocks(part.type_name, (len(data), part.shape[1]), data)), target.block)
+    if not all(values is None or np.isfinite(values).all() for values in (stored.scales, stored.minimums)):
+        raise ExportError(
+            f"a {part.type_name} block has a scale that is not finite; the source checkpoint is damaged"
+        )
     # Codes move from their own offset to the kernel's; without an offset (minimum types) they are centred,
     # which keeps the int8 activations' rounding error small, and the correction takes up the difference.
     centre = stored.offset if stored.minimums is None else 1 << (_bits_used(part.type_name) - 1)

@@ -80,7 +80,7 @@ class Carry:
     """Follow the source's own blocks where it has some; `otherwise` is the scheme of float sources.
 
     Blocks without a minimum (Q4_0, Q5_0, Q8_0, Q6_K) are carried exactly. For blocks with one (Q4_1, Q5_1,
-    Q4_K, Q5_K) `minimum` chooses: `correction` is exact and adds a small matrix over block sums, `round`
+    Q4_K, Q5_K) `minimum` chooses: `correction` keeps it by zero points and columns for block sums, `round`
     rounds again into `eight_bit` (error about 1/60 of the source's own step at block 32).
     With `wide` set to `round`, sources of more than 4 bits are rounded into `eight_bit` too: a kernel reads
     8-bit blocks of 128 up to twice as fast as the blocks of 16 that Q6_K would need.
