@@ -260,3 +260,30 @@ def test_what_is_imported_before_an_interrupt_can_be_told_is_next_to_nothing() -
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True,
         cwd=Path(__file__).parents[1])  # fmt: skip
     assert not {"typing", "platform", "click", "logging"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("words", [("export", "-m", "no-such/model", "-o", "made"), ("demo",)])
+def test_the_runtime_alone_names_what_an_export_needs(words: tuple[str, ...], tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'torch':\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        f"sys.argv = ['outrider', *{words!r}]\n"
+        "from outrider.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("pip install 'outrider[export]'")
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

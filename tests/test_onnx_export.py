@@ -141,7 +141,9 @@ def test_minima_are_carried_by_zero_points_and_sums_of_the_inputs_blocks(
     missed, error = np.abs(plain - expected).max(), np.abs(logits(report) - expected).max()
     assert error < 0.03 * missed, (error, missed)
     last = OnnxGraph.load(report.path, report.meta, threads=1).forward(TOKENS, logits="last").logits
-    np.testing.assert_allclose(last, logits(report)[-1:], atol=1e-5)  # a head that reads fewer rows than there are
+    np.testing.assert_allclose(
+        last, logits(report)[-1:], atol=1e-5
+    )  # a head that reads fewer rows than there are
 
 
 def test_an_8_bit_tied_head_and_embedding_share_one_set_of_bytes(tmp_path: Path) -> None:

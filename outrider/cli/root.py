@@ -11,7 +11,7 @@ import threading
 import click
 
 from outrider.cli import is_interrupt
-from outrider.errors import OutriderError
+from outrider.errors import MissingExtraError, OutriderError
 
 __all__ = ["COMMANDS", "cli", "run"]
 
@@ -123,6 +123,12 @@ def run() -> int:
     except OutriderError as error:
         click.echo(f"outrider: {error}", err=True)
         code = error.exit_code
+    except ModuleNotFoundError as error:
+        extra = _extra_of(error)
+        if extra is None:
+            raise
+        click.echo(f"outrider: {extra}", err=True)
+        code = extra.exit_code
     except click.Abort:
         raise KeyboardInterrupt from None
     except BrokenPipeError:
@@ -132,6 +138,15 @@ def run() -> int:
         click.echo(f"outrider: {_told(error)}", err=True)
         code = 1
     return code if isinstance(code, int) else 0
+
+
+def _extra_of(error: ModuleNotFoundError) -> MissingExtraError | None:
+    """What to install for a library that an export imports, where that is what is missing."""
+    from outrider.export.device_plans import EXTRA_MODULES
+
+    module = (error.name or "").partition(".")[0]
+    extras = [extra for extra, modules in EXTRA_MODULES.values() if module in modules]
+    return MissingExtraError(module, extras[0]) if extras else None
 
 
 def _told(error: OSError) -> str:
