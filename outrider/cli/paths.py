@@ -141,7 +141,8 @@ class ModelName(_PathType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The name as it was given. Raises UsageError that names the option."""
-        super().convert(value, param, ctx)
+        if value:  # the reader of models says what to do about an empty name
+            super().convert(value, param, ctx)
         return value
 
     def fault(self, path: Path) -> str | None:
