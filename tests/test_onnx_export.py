@@ -166,6 +166,13 @@ def test_an_8_bit_tied_head_and_embedding_share_one_set_of_bytes(tmp_path: Path)
     assert "shares" in by_slot["head"].reason
 
 
+def test_a_tied_head_that_is_stored_apart_counts_its_source_once(tmp_path: Path) -> None:
+    report = export(weights("smollm"), Recipe("r", blocks(4), blocks(4), blocks(8)), tmp_path)
+    by_slot = {slot.slot: slot for slot in report.slots}
+    assert by_slot["embedding"].bytes_before > 0 == by_slot["head"].bytes_before
+    assert by_slot["head"].bytes_after > 0
+
+
 def test_no_float_matrix_is_left_in_a_quantized_graph(tmp_path: Path) -> None:
     for family in ("smollm", "qwen2", "gemma3"):
         slots = weights(family)

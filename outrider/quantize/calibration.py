@@ -100,7 +100,7 @@ def _key_weights(x: FloatArray) -> FloatArray:
 
     The first token, on which attention rests, reads less than a quarter of the others' strength in SmolLM2's layers 12
     to 27, so that GPTQ would spoil its keys to make up for errors of others. With only `qkv` of these layers rounded
-    the mean KL is 0.110 with tokens by their strength, 0.022 so, and 0.047 by `mse`.
+    the mean KL, simulated in floating point, is 0.110 with tokens by their strength, 0.022 so, and 0.047 by `mse`.
     """
     weights = 1 / np.maximum(np.einsum("sk,sk->s", x, x), np.float32(1e-20))
     weights[0] *= FIRST_TOKEN

@@ -32,7 +32,7 @@ __all__ = ["carried_scheme", "carry", "rounded_scheme", "split_minima", "with_su
 
 
 FARTHEST = (
-    0.5  # of the source's own rounding in a row, which is a step / sqrt(12); at most 0.24 in real models
+    0.5  # of the source's own rounding in a row, which is a step / sqrt(12); at most 0.28 in four real models
 )
 
 
